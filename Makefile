@@ -1,0 +1,38 @@
+# Every target sets up what it needs in $(VENV); nothing has to be installed before but Python 3.10+ and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-fast check format bench docs clean
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: $(VENV)/.ready
+	$(BIN)/python examples/ppo.py --demo --plot runs/demo.png
+
+test: $(VENV)/.ready
+	$(BIN)/pytest
+
+test-fast: $(VENV)/.ready
+	$(BIN)/pytest -m "not slow"
+
+check: $(VENV)/.ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.ready
+	$(BIN)/python -m benchmarks $(BENCH)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

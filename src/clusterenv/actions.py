@@ -1,0 +1,120 @@
+"""A batch of actions against the action space: leaf arrays ready to copy, or one object per slot; pure.
+
+Refuses before any environment moves: shape, kind of dtype, and values outside the space, by slot.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.vector.utils import batch_space, iterate
+
+from clusterenv.errors import ActionError
+from clusterenv.pool.layout import Leaf, flatten, leaves_of
+
+__all__ = ["ActionReader"]
+
+
+class ActionReader:
+    """Reads batches for `num_envs` environments with this single action space."""
+
+    def __init__(self, space: Space[Any], num_envs: int, check: bool) -> None:
+        self._space = space
+        self._batched = batch_space(space, num_envs)
+        self._num_envs = num_envs
+        self._check = check
+        self._leaves = leaves_of(space)
+        self._bounds = [_bounds(sub) for sub in _leaf_spaces(space)]
+
+    def objects(self, actions: Any, slots: list[int]) -> list[Any]:
+        """One action per slot, for spaces that have no fixed size."""
+        batched = self._batched if len(slots) == self._num_envs else batch_space(self._space, len(slots))
+        try:
+            items = list(iterate(batched, actions))
+        except (TypeError, ValueError, KeyError, IndexError) as error:
+            raise ActionError(f"actions do not fit {batched}: {error}") from error
+        if len(items) != len(slots):
+            raise ActionError(f"{len(items)} actions for {len(slots)} environments")
+        if self._check:
+            for slot, item in zip(slots, items, strict=True):
+                if not self._space.contains(item):
+                    raise ActionError(f"the action of slot {slot} is not in {self._space}: {item!r}")
+        return items
+
+    def arrays(self, actions: Any, slots: list[int] | None) -> list[Any]:
+        """One array [n, ...] per leaf."""
+        n = self._num_envs if slots is None else len(slots)
+        try:
+            values = [actions] if not self._leaves[0].path else list(flatten(self._space, actions))
+        except (TypeError, ValueError, KeyError, IndexError) as error:
+            raise ActionError(
+                f"actions must have the structure of {self._space}, each leaf batched over {n}: {error!r}"
+            ) from error
+        return [
+            self._array(value, leaf, bounds, n, slots)
+            for value, leaf, bounds in zip(values, self._leaves, self._bounds, strict=True)
+        ]
+
+    def _array(self, value: Any, leaf: Leaf, bounds: tuple[Any, Any] | None, n: int, slots: list[int] | None) -> Any:
+        try:
+            array = np.asarray(value)
+        except (TypeError, ValueError, RuntimeError) as error:  # a tensor on a GPU, ragged lists
+            raise ActionError(f"actions{leaf.name} cannot become a numpy array: {error}") from error
+        if array.shape != (n, *leaf.shape):
+            raise ActionError(
+                f"actions{leaf.name} has shape {array.shape}, expected {(n, *leaf.shape)}: "
+                f"one action of shape {leaf.shape} for each of {n} environments"
+            )
+        dtype = np.dtype(leaf.dtype)
+        if array.dtype != dtype and not _fits(array.dtype, dtype):
+            raise ActionError(f"actions{leaf.name} has dtype {array.dtype}, the action space says {dtype}")
+        if self._check and bounds is not None:
+            low, high = bounds
+            # Written so that NaN fails too.
+            if not ((array >= low) & (array <= high)).all():
+                inside = ((array >= low) & (array <= high)).reshape(n, -1).all(axis=1)
+                row = int(np.argmin(inside))
+                slot = row if slots is None else slots[row]
+                raise ActionError(
+                    f"actions{leaf.name} of slot {slot} is outside the space: {array[row]!r} is not within "
+                    f"{_plain(low)}..{_plain(high)}. Clip it, or turn the check off: Recovery(check=False)"
+                )
+        return array
+
+
+def _fits(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    """Integers of any width for integers, numbers for floats; never a float for an integer."""
+    if wanted.kind in "iu":
+        return given.kind in "biu"
+    return np.can_cast(given, wanted, "same_kind")
+
+
+def _leaf_spaces(space: Space[Any]) -> list[Space[Any]]:
+    if isinstance(space, spaces.Dict):
+        return [leaf for sub in space.spaces.values() for leaf in _leaf_spaces(sub)]
+    if isinstance(space, spaces.Tuple):
+        return [leaf for sub in space.spaces for leaf in _leaf_spaces(sub)]
+    return [space]
+
+
+def _bounds(space: Space[Any]) -> tuple[Any, Any] | None:
+    """Inclusive; scalars where all elements share them, because that compares faster."""
+    if isinstance(space, spaces.Discrete):
+        return int(space.start), int(space.start + space.n - 1)
+    if isinstance(space, spaces.MultiDiscrete):
+        return _scalar(space.start), _scalar(space.start + space.nvec - 1)
+    if isinstance(space, spaces.MultiBinary):
+        return 0, 1
+    if isinstance(space, spaces.Box):
+        return _scalar(space.low), _scalar(space.high)
+    return None
+
+
+def _scalar(bound: Any) -> Any:
+    return bound.flat[0] if bound.size and (bound == bound.flat[0]).all() else bound
+
+
+def _plain(bound: Any) -> Any:
+    return bound if np.ndim(bound) else bound.item() if hasattr(bound, "item") else bound

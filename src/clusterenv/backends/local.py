@@ -1,0 +1,75 @@
+"""`Local`: worker processes on this machine, over shared memory, without any network."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.errors import SpecError
+from clusterenv.events import EventLog, emit
+from clusterenv.pool import Pool
+from clusterenv.pool.inline import InlineCrew
+from clusterenv.pool.processes import ProcessCrew
+from clusterenv.recovery import Recovery
+from clusterenv.spec import Blueprint
+
+__all__ = ["Local"]
+
+_SPIN_S = 50e-6
+
+
+@dataclass(frozen=True)
+class Local:
+    """Processes of this machine.
+
+    Args:
+        workers: how many; None for one per core that this process may use. 0 runs the environments in the calling
+            process, without timeouts, so that a breakpoint in environment code works.
+        threads_per_worker: what numerical libraries in a worker may use (OMP_NUM_THREADS and its kin);
+            None leaves the environment variables alone.
+
+    Example:
+        >>> import clusterenv as ce
+        >>> envs = ce.ClusterEnv("CartPole-v1", num_envs=4, backend=ce.Local(workers=2))
+        >>> envs.reset(seed=1)[0].shape
+        (4, 4)
+        >>> envs.close()
+    """
+
+    workers: int | None = None
+    threads_per_worker: int | None = 1
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 0:
+            raise SpecError(f"Local(workers={self.workers}): expected 0 (this process) or more")
+        if self.threads_per_worker is not None and self.threads_per_worker < 1:
+            raise SpecError(f"Local(threads_per_worker={self.threads_per_worker}): expected 1 or more")
+
+    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
+        n = blueprint.num_envs
+        if self.workers == 0:
+            inline = InlineCrew(blueprint, mode, recovery.check)
+            slots = [list(range(n))]
+            return Pool(inline, slots, mode, recovery, is_vector=blueprint.is_vector, events=events)
+        cores = len(os.sched_getaffinity(0))
+        workers = self.workers or min(cores, n)
+        if workers > n:
+            emit(
+                logging.WARNING,
+                f"Local(workers={workers}): {n} environments need {n} workers at most; using {n}",
+            )
+            workers = n
+        slots_of = split(n, workers)
+        # Waiting awake pays only while every worker has a core of its own.
+        spin_s = _SPIN_S if workers <= cores else 0.0
+        crew = ProcessCrew(blueprint, workers, mode, recovery.check, self.threads_per_worker, spin_s, slots_of)
+        return Pool(crew, slots_of, mode, recovery, is_vector=blueprint.is_vector, events=events)
+
+
+def split(num_envs: int, workers: int) -> list[list[int]]:
+    """Consecutive slots per worker, sizes differing by one at most."""
+    bounds = [num_envs * w // workers for w in range(workers + 1)]
+    return [list(range(bounds[w], bounds[w + 1])) for w in range(workers)]

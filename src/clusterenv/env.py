@@ -1,0 +1,379 @@
+"""`ClusterEnv`: members composed into one `gymnasium.vector.VectorEnv`, equal to `SyncVectorEnv`.
+
+This module checks what the user passes, keeps the rules of when a call makes sense, and shapes results. Where the
+environments run is the backend's business, what happens when one fails the pool's.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from clusterenv.actions import ActionReader
+from clusterenv.backends import Local
+from clusterenv.errors import ClosedError, SpecError, UsageError, WorkerLostError
+from clusterenv.events import Event, EventLog
+from clusterenv.pool.pool import Rows
+from clusterenv.recovery import Recovery
+from clusterenv.spec import blueprint
+
+__all__ = ["ClusterEnv", "make_vec"]
+
+StepResult = tuple[Any, Any, Any, Any, dict[str, Any]]
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class ClusterEnv(VectorEnv[Any, Any, Any]):
+    """Gymnasium environments in worker processes, as one vector environment.
+
+    Args:
+        env: an id, an `EnvSpec`, a function that makes an environment, a list of such functions, or `Vector(fn)`.
+        num_envs: how many; not needed with a list.
+        backend: where they run; `Local()` uses the cores of this machine.
+        autoreset_mode: as in Gymnasium; NEXT_STEP unless told, or what a `Vector` says of itself.
+        recovery: what happens when an environment or a worker fails.
+        env_kwargs: for `gymnasium.make`, with an id.
+        copy: False returns views of shared memory, valid until the step after the next.
+
+    Example:
+        >>> import clusterenv as ce
+        >>> envs = ce.ClusterEnv("CartPole-v1", num_envs=8)
+        >>> obs, infos = envs.reset(seed=1)
+        >>> obs, rewards, terminations, truncations, infos = envs.step(envs.action_space.sample())
+        >>> obs.shape, rewards.shape
+        ((8, 4), (8,))
+        >>> envs.close()
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        num_envs: int | None = None,
+        *,
+        backend: Local | None = None,
+        autoreset_mode: AutoresetMode | str | None = None,
+        recovery: Recovery | None = None,
+        env_kwargs: Mapping[str, Any] | None = None,
+        copy: bool = True,
+    ) -> None:
+        plan = blueprint(env, num_envs, env_kwargs)
+        mode = _autoreset_mode(autoreset_mode)
+        if mode is None and not plan.is_vector:
+            mode = AutoresetMode.NEXT_STEP
+        backend = Local() if backend is None else backend
+        recovery = Recovery() if recovery is None else recovery
+        self.num_envs = plan.num_envs
+        self.copy = copy
+        self.spec: EnvSpec | None = plan.spec
+        self._events = EventLog()
+        pool = backend.start(plan, mode, recovery, self._events)
+        self._pool = pool
+        # Runs at garbage collection and at interpreter exit too; must not hold `self`.
+        self._finalizer = weakref.finalize(self, pool.close, _CLOSE_TIMEOUT_S)
+        self.autoreset_mode = pool.mode
+        self.metadata = {**pool.metadata, "autoreset_mode": pool.mode}
+        self.render_mode = pool.render_mode
+        self.single_observation_space = pool.single_observation_space
+        self.single_action_space = pool.single_action_space
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self._reader = ActionReader(self.single_action_space, self.num_envs, recovery.check)
+        self._was_reset = False
+        self._stepping = False  # a whole step is under way, or was interrupted
+
+    # -- Gymnasium's face -------------------------------------------------------------------------------------
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset all environments, or those of `options["reset_mask"]`, a bool array [num_envs].
+
+        An int seeds slot i with `seed + i`; a list gives each slot its own. Rows still under way are given up.
+        """
+        self._refuse_closed("reset")
+        seeds, bases = self._seeds(seed)
+        mask = None
+        if options is not None and "reset_mask" in options:
+            mask = self._mask(options["reset_mask"])
+            # The caller's dict stays as it is: wrappers above read the mask after this call.
+            options = {key: value for key, value in options.items() if key != "reset_mask"}
+            if not self._was_reset and not mask.all():
+                raise UsageError("the first reset() must be of all environments: leave reset_mask out")
+        pool = self._pool
+        if pool.in_flight or self._stepping:
+            pool.drain()
+        self._stepping = False
+        pool.set_seed_base(bases)
+        slots = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
+        try:
+            pool.send_reset(slots, [seeds[slot] for slot in slots], options)
+            pool.collect(len(slots), None)
+            rows = pool.deliver(self.copy)
+        except BaseException:
+            self._stepping = True
+            raise
+        self._was_reset = True
+        if mask is None:
+            return rows.obs, rows.infos
+        infos = _spread(rows.infos, rows.slots, self.num_envs)
+        return pool.peek_obs(np.arange(self.num_envs)), infos
+
+    def step(self, actions: Any) -> StepResult:
+        """Step every environment with its action; row i is slot i."""
+        self._refuse_unready("step")
+        pool = self._pool
+        if self._stepping:
+            raise UsageError("the last step was interrupted by an error or Ctrl-C: call reset() to go on")
+        if pool.in_flight:
+            raise UsageError(
+                f"step() while {int(pool.awaited.sum())} slots are in flight from send(): recv() them first, "
+                "or stay with send() and recv()"
+            )
+        self._stepping = True
+        try:
+            self._send(actions, None)
+        except ValueError:
+            self._stepping = False
+            raise
+        try:
+            pool.collect(self.num_envs, None)
+        except WorkerLostError as error:
+            error.rows = self._result(pool.deliver(True))
+            self._stepping = False
+            raise
+        rows = pool.deliver(self.copy)
+        self._stepping = False
+        if not rows.lost:
+            return rows.obs, rows.rewards, rows.terminations, rows.truncations, rows.infos
+        return self._result(rows)
+
+    def render(self) -> tuple[Any, ...]:
+        """One frame per environment."""
+        return self.call("render")
+
+    def call(self, name: str, *args: Any, sticky: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method (or read an attribute) of every environment.
+
+        With `sticky=True` the call is repeated on every later incarnation of a slot.
+        """
+        self._refuse_closed("call")
+        self._refuse_in_flight("call")
+        return tuple(self._pool.call(name, args, kwargs, sticky=sticky))
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Read an attribute of every environment."""
+        return self.call(name)
+
+    def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | Any) -> None:
+        """Set an attribute: one value for all, or a list with one each. Later incarnations get it too."""
+        self._refuse_closed("set_attr")
+        self._refuse_in_flight("set_attr")
+        if not isinstance(values, (list, tuple)):
+            values = [values] * self.num_envs
+        if len(values) != self.num_envs:
+            raise SpecError(f"set_attr: {len(values)} values for {self.num_envs} environments")
+        self._pool.set_attr(name, list(values))
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """End all workers, within 10 s whatever state they are in."""
+        finalizer = getattr(self, "_finalizer", None)
+        if finalizer is not None:
+            finalizer()
+
+    def __enter__(self) -> ClusterEnv:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property  # type: ignore[misc]
+    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
+        """The generator of every environment."""
+        return self.get_attr("np_random")
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The seed of every environment's generator."""
+        return self.get_attr("np_random_seed")
+
+    # -- partial batches --------------------------------------------------------------------------------------
+
+    def send(self, actions: Any, slots: Sequence[int] | np.ndarray[Any, Any] | None = None) -> None:
+        """Step some slots (None: all) without waiting: row i of `actions` is for `slots[i]`."""
+        self._refuse_unready("send")
+        if self._stepping:
+            raise UsageError("send() while a step() is under way or was interrupted: call reset() to go on")
+        if slots is None:
+            chosen = None
+            busy = bool(self._pool.awaited.any())
+        else:
+            chosen = [operator.index(slot) for slot in slots]
+            if not chosen:
+                raise UsageError("send(): slots is empty")
+            if len(set(chosen)) != len(chosen) or min(chosen) < 0 or max(chosen) >= self.num_envs:
+                raise UsageError(f"send(): slots must be different and within 0..{self.num_envs - 1}: {chosen}")
+            busy = bool(self._pool.awaited[chosen].any())
+            self._pool.refuse_partial_vector(chosen)
+        if busy:
+            late = np.flatnonzero(self._pool.awaited)
+            raise UsageError(f"send(): slots {late.tolist()} are in flight already; recv() them first")
+        self._send(actions, chosen)
+
+    def recv(self, min_envs: int | None = None, timeout_s: float | None = None) -> StepResult:
+        """Rows of at least `min_envs` slots (None: all in flight), ascending by slot; `infos["slot"]` names them."""
+        self._refuse_unready("recv")
+        in_flight = int(self._pool.awaited.sum())
+        if in_flight == 0:
+            raise UsageError("recv(): nothing is in flight; send() first")
+        if min_envs is not None and not 1 <= min_envs <= in_flight:
+            raise UsageError(f"recv(min_envs={min_envs}): {in_flight} slots are in flight")
+        self._pool.collect(in_flight if min_envs is None else min_envs, timeout_s)
+        rows = self._pool.deliver(self.copy)
+        obs, rewards, terminations, truncations, infos = self._result(rows)
+        infos["slot"] = rows.slots
+        return obs, rewards, terminations, truncations, infos
+
+    # -- looking ----------------------------------------------------------------------------------------------
+
+    def events(self) -> tuple[Event, ...]:
+        """What happened to environments and workers, newest last (the last 1000)."""
+        return self._events()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters: workers, their process ids, events by kind, slow slots, time per step, incarnations."""
+        self._refuse_closed("stats")
+        return self._pool.stats()
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _send(self, actions: Any, slots: list[int] | None) -> None:
+        pool = self._pool
+        if self.autoreset_mode is AutoresetMode.DISABLED:
+            ended = pool.ended if slots is None else pool.ended[slots]
+            if ended.any():
+                over = np.flatnonzero(pool.ended).tolist()
+                self._stepping = False
+                raise UsageError(
+                    f"the episodes of slots {over} ended, and autoreset is DISABLED: "
+                    "reset(options={'reset_mask': terminations | truncations}) first"
+                )
+        if pool.layout.actions_are_shared:
+            arrays = self._reader.arrays(actions, slots)
+            for shared, array in zip(pool.buffers.actions, arrays, strict=True):
+                if slots is None:
+                    shared[...] = array
+                else:
+                    shared[slots] = array
+            pool.send_step(slots, None)
+        else:
+            everyone = list(range(self.num_envs)) if slots is None else slots
+            pool.send_step(slots, self._reader.objects(actions, everyone))
+
+    def _result(self, rows: Rows) -> StepResult:
+        infos = rows.infos
+        if rows.lost:
+            n = len(rows.slots)
+            everyone = np.ones(n, dtype=np.bool_)
+            lost = list(rows.lost)
+            valid, gone = everyone.copy(), np.zeros(n, dtype=np.bool_)
+            valid[lost] = False
+            gone[lost] = True
+            reasons = np.full(n, None, dtype=object)
+            for row, reason in rows.lost.items():
+                reasons[row] = reason
+            infos = {
+                **infos,
+                "transition_valid": valid,
+                "_transition_valid": everyone,
+                "worker_lost": gone,
+                "_worker_lost": everyone.copy(),
+                "loss_reason": reasons,
+                "_loss_reason": gone.copy(),
+            }
+        return rows.obs, rows.rewards, rows.terminations, rows.truncations, infos
+
+    def _seeds(self, seed: Any) -> tuple[list[int | None], list[int | None]]:
+        """Per slot: the seed of this reset, and what later incarnations derive theirs from."""
+        n = self.num_envs
+        if seed is None:
+            return [None] * n, [None] * n
+        if isinstance(seed, (list, tuple, np.ndarray)):
+            if len(seed) != n:
+                raise SpecError(f"reset(seed=...): {len(seed)} seeds for {n} environments")
+            seeds = [None if value is None else operator.index(value) for value in seed]
+            return seeds, list(seeds)
+        try:
+            base = operator.index(seed)
+        except TypeError:
+            raise SpecError(f"reset(seed={seed!r}): expected an int, a list of ints, or None") from None
+        return [base + i for i in range(n)], [base] * n
+
+    def _mask(self, mask: Any) -> Any:
+        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+            raise SpecError("options['reset_mask'] must be a numpy array of dtype bool")
+        if mask.shape != (self.num_envs,):
+            raise SpecError(f"options['reset_mask'] must have shape ({self.num_envs},), got {mask.shape}")
+        if not mask.any():
+            raise SpecError("options['reset_mask'] selects no environment")
+        return mask
+
+    def _refuse_closed(self, what: str) -> None:
+        if self.closed or not self._finalizer.alive:
+            raise ClosedError(f"{what}(): these environments were closed; make a new ClusterEnv")
+
+    def _refuse_unready(self, what: str) -> None:
+        self._refuse_closed(what)
+        if not self._was_reset:
+            raise UsageError(f"{what}() before reset(): call reset() first")
+
+    def _refuse_in_flight(self, what: str) -> None:
+        if self._pool.in_flight:
+            raise UsageError(f"{what}() while slots are in flight: recv() them first")
+
+
+def make_vec(id: str | EnvSpec, num_envs: int = 1, **kwargs: Any) -> ClusterEnv:
+    """The short form: arguments of `ClusterEnv` by name, all others go to the environment.
+
+    Example:
+        >>> import clusterenv as ce
+        >>> envs = ce.make_vec("CartPole-v1", num_envs=2, render_mode="rgb_array")
+        >>> envs.render_mode
+        'rgb_array'
+        >>> envs.close()
+    """
+    own = {key: kwargs.pop(key) for key in ("backend", "autoreset_mode", "recovery", "copy") if key in kwargs}
+    env_kwargs = {**(kwargs.pop("env_kwargs", None) or {}), **kwargs}
+    return ClusterEnv(id, num_envs, env_kwargs=env_kwargs, **own)
+
+
+def _autoreset_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
+    if mode is None or isinstance(mode, AutoresetMode):
+        return mode
+    try:
+        return AutoresetMode(mode)
+    except ValueError:
+        names = [m.value for m in AutoresetMode]
+        raise SpecError(f"autoreset_mode={mode!r}: choose an AutoresetMode, or one of {names}") from None
+
+
+def _spread(infos: dict[str, Any], slots: Any, n: int) -> dict[str, Any]:
+    """Infos of some rows as infos of all slots, as Gymnasium returns them from a masked reset."""
+    if len(slots) == n:
+        return infos
+    spread: dict[str, Any] = {}
+    for key, value in infos.items():
+        if isinstance(value, dict):
+            spread[key] = _spread(value, slots, n)
+        else:
+            fill = np.full((n, *value.shape[1:]), None, dtype=object)
+            spread[key] = fill if value.dtype == object else np.zeros((n, *value.shape[1:]), dtype=value.dtype)
+            spread[key][slots] = value
+    return spread

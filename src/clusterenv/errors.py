@@ -1,0 +1,79 @@
+"""One exception tree: every error says whose fault it is, which slot or worker, and what to do next.
+
+Errors that have a natural built-in parent inherit from it too, so that code written against Gymnasium
+(`except ValueError`) keeps working.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "ClusterEnvError",
+    "SpecError",
+    "ActionError",
+    "UsageError",
+    "ClosedError",
+    "EnvError",
+    "CrashLoopError",
+    "WorkerLostError",
+    "DeadlineError",
+]
+
+
+class ClusterEnvError(Exception):
+    """Root of everything that this package raises on purpose."""
+
+
+class SpecError(ClusterEnvError, ValueError):
+    """The description of the environments is wrong: an argument of `ClusterEnv`, a thunk, or their spaces."""
+
+
+class ActionError(ClusterEnvError, ValueError):
+    """The actions do not fit the action space. No environment was stepped."""
+
+
+class UsageError(ClusterEnvError, RuntimeError):
+    """A call came at a moment when it has no meaning (step before reset, a step still in flight)."""
+
+
+class ClosedError(UsageError):
+    """The environments were closed."""
+
+
+class EnvError(ClusterEnvError, RuntimeError):
+    """The user's environment raised, or returned what its spaces do not allow.
+
+    Attributes:
+        slot: global index of the environment.
+        phase: "init", "reset", "step" or "call".
+        remote_traceback: the traceback of the worker, as text.
+    """
+
+    def __init__(self, message: str, *, slot: int, phase: str, remote_traceback: str = "") -> None:
+        super().__init__(message)
+        self.slot = slot
+        self.phase = phase
+        self.remote_traceback = remote_traceback
+
+
+class CrashLoopError(ClusterEnvError, RuntimeError):
+    """A slot or worker failed again and again; its history is in the message."""
+
+
+class WorkerLostError(ClusterEnvError, RuntimeError):
+    """A worker died and was not (or could not be) replaced.
+
+    Attributes:
+        slots: the slots that it ran.
+        rows: the rows of the other slots, if the call had any: `(obs, rewards, terminations, truncations, infos)`.
+    """
+
+    def __init__(self, message: str, *, slots: tuple[int, ...], rows: Any = None) -> None:
+        super().__init__(message)
+        self.slots = slots
+        self.rows = rows
+
+
+class DeadlineError(ClusterEnvError, TimeoutError):
+    """A call's deadline passed. The message names who was awaited; the request is still under way."""

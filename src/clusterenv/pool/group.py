@@ -1,0 +1,382 @@
+"""The environments of one worker, stepped in a plain loop that writes straight into the buffers.
+
+Enters: requests of `messages`. Leaves: rows in `Buffers` and a `Reply`. No process, socket or signal in here, so
+the same group runs inside a worker process and in the caller's own (`Local(workers=0)`).
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space, iterate
+
+from clusterenv import infos as info_columns
+from clusterenv.pool.layout import Buffers, assemble, bad_rows, leaves_of, row_writer
+from clusterenv.pool.messages import (
+    Build,
+    Built,
+    Call,
+    Fault,
+    Rebuild,
+    Reply,
+    Reset,
+    SetAttr,
+    Step,
+    Sticky,
+)
+
+__all__ = ["EnvGroup", "INIT", "RESET", "STEP", "CALL", "PHASES"]
+
+INIT, RESET, STEP, CALL = range(4)
+PHASES = ("init", "reset", "step", "call")
+
+_TIMED_EVERY = 32
+"""Every so many steps the environments are timed, to name slow ones; always would cost 2 % on CartPole."""
+
+_FLUSH_AFTER_S = 0.001
+"""A partial request answers with the rows it has after this time: fast environments answer once, slow ones each."""
+
+_Caught = (Exception, SystemExit)
+"""What user code may raise without taking the worker along; `sys.exit()` in a simulator is not the worker's."""
+
+
+class EnvGroup:
+    """Environments of the slots `first .. first + len - 1`.
+
+    Args:
+        makers: one function per slot of the whole pool.
+        progress: two ints, (slot, phase), that say what is running; read by the head when a call takes long.
+    """
+
+    def __init__(self, makers: list[Callable[[], Any]], mode: AutoresetMode, check: bool, progress: memoryview) -> None:
+        self._makers = makers
+        self._mode = mode
+        self._check = check
+        self._at = progress
+        self._first = 0
+        self._envs: list[Any] = []
+        self._steps: list[Callable[[Any], Any]] = []
+        self._timed: list[Callable[[Any], Any]] = []
+        self._ended: list[bool] = []  # NEXT_STEP: the next step of this environment is a reset
+        self._seeds: list[int | None] = []
+        self._incarnations: list[int] = []
+        self._taken: list[int] = []  # steps into the running episode
+        self._ticks = 0
+
+    # -- building ---------------------------------------------------------------------------------------------
+
+    def build(self, request: Build) -> Built:
+        slots = request.slots
+        self._first = slots[0]
+        count = len(slots)
+        self._envs = [None] * count
+        self._steps = [_gone] * count
+        self._timed = [_gone] * count
+        self._ended = [False] * count
+        self._seeds = [None] * count
+        self._incarnations = [0] * count
+        self._taken = [0] * count
+        if not request.make:
+            return Built(request.request, None, None, {}, None, None, None, [])
+        for slot in slots:
+            try:
+                self._make(slot, [])
+            except _Caught as error:
+                return Built(request.request, None, None, {}, None, None, None, [self._fault(slot, INIT, error)])
+        env = self._envs[0]
+        odd_slot, odd = None, None
+        for slot, other in zip(slots[1:], self._envs[1:], strict=True):
+            if (other.observation_space, other.action_space) != (env.observation_space, env.action_space):
+                odd_slot, odd = slot, (other.observation_space, other.action_space)
+                break
+        return Built(
+            request.request,
+            env.observation_space,
+            env.action_space,
+            dict(env.metadata),
+            env.render_mode,
+            odd_slot,
+            odd,
+            [],
+        )
+
+    def _make(self, slot: int, stickies: list[Sticky]) -> None:
+        k = slot - self._first
+        self._at[0], self._at[1] = slot, INIT
+        env = self._makers[slot]()
+        self._envs[k] = env
+        self._steps[k] = env.step
+        self._timed[k] = self._timed_step(slot, env.step)
+        for sticky in stickies:
+            if sticky.is_call:
+                env.get_wrapper_attr(sticky.name)(*sticky.args, **sticky.kwargs)
+            else:
+                env.set_wrapper_attr(sticky.name, sticky.args[0])
+
+    def _timed_step(self, slot: int, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def timed(action: Any) -> Any:
+            start = time.perf_counter()
+            result = step(action)
+            elapsed = time.perf_counter() - start
+            pace = self._buffers.pace_s
+            pace[slot] = elapsed if pace[slot] == 0.0 else 0.75 * pace[slot] + 0.25 * elapsed
+            return result
+
+        return timed
+
+    def attach(self, buffers: Buffers, observation_space: Any, action_space: Any) -> None:
+        self._buffers = buffers
+        self._write = row_writer(observation_space, buffers)
+        self._action_space = action_space
+        self._shared_actions = buffers.layout.actions_are_shared
+        self._one_action_leaf = len(buffers.layout.actions) == 1 and not buffers.layout.actions[0].path
+        first, last = self._first, self._first + len(self._envs)
+        self._all = list(range(first, last))
+        self._rows = slice(first, last)
+        self._reward: Any = memoryview(buffers.reward)
+        self._batch_space = batch_space(self._action_space, len(self._envs)) if self._shared_actions else None
+
+    # -- the hot loop -----------------------------------------------------------------------------------------
+
+    def step_all(self, request: int) -> Reply | None:
+        """Step every environment; None stands for "nothing but rows"."""
+        return self._step(request, self._all, self._rows, self._actions(self._rows), None)
+
+    def step(self, request: Step, flush: Callable[[Reply], None]) -> Reply:
+        slots = request.slots
+        actions = request.actions if request.actions is not None else self._actions(slots)
+        reply = self._step(request.request, slots, slots, actions, flush)
+        return reply or Reply(request.request, slots)
+
+    def _step(
+        self,
+        request: int,
+        slots: list[int],
+        rows: slice | list[int],
+        actions: Iterable[Any],
+        flush: Callable[[Reply], None] | None,
+    ) -> Reply | None:
+        buffers, first, at, write, reward_out = (
+            self._buffers,
+            self._first,
+            self._at,
+            self._write,
+            self._reward,
+        )
+        terminated_out, truncated_out = buffers.terminated, buffers.truncated
+        ended, taken = self._ended, self._taken
+        next_step, same_step = self._mode is AutoresetMode.NEXT_STEP, self._mode is AutoresetMode.SAME_STEP
+        sides = (1 - buffers.side[rows]).tolist()
+        terminated_out[rows] = False
+        truncated_out[rows] = False
+        self._ticks += 1
+        steps = self._steps if self._ticks % _TIMED_EVERY else self._timed
+        infos: list[tuple[int, dict[str, Any]]] = []
+        objects: list[tuple[int, list[Any]]] = []
+        faults: list[Fault] = []
+        flushed, flushed_at = 0, time.perf_counter() if flush else 0.0
+        at[1] = STEP
+
+        for i, action in enumerate(actions):
+            slot = slots[i]
+            k = slot - first
+            at[0] = slot
+            try:
+                if next_step and ended[k]:
+                    at[1] = RESET
+                    obs, info = self._envs[k].reset()
+                    reward_out[slot] = 0.0
+                    ended[k] = False
+                    taken[k] = 0
+                    extra = write(sides[i], slot, obs)
+                    at[1] = STEP
+                else:
+                    obs, reward, terminated, truncated, info = steps[k](action)
+                    reward_out[slot] = reward
+                    taken[k] += 1
+                    if terminated or truncated:
+                        terminated_out[slot] = terminated
+                        truncated_out[slot] = truncated
+                        ended[k] = True
+                        if same_step:
+                            obs, info = self._restart(k, slot, sides[i], obs, info)
+                    extra = write(sides[i], slot, obs)
+                if info:
+                    infos.append((slot, info))
+                if extra:
+                    objects.append((slot, extra))
+            except _Caught as error:
+                faults.append(self._fault(slot, at[1], error))
+                at[1] = STEP
+            if flush and i + 1 < len(slots) and time.perf_counter() - flushed_at > _FLUSH_AFTER_S:
+                done = slots[flushed : i + 1]
+                self._check_rows(done, done, sides[flushed : i + 1], faults)
+                flush(self._reply(request, done, infos, objects, faults, last=False))
+                infos, objects, faults = [], [], []
+                flushed, flushed_at = i + 1, time.perf_counter()
+
+        done = slots[flushed:]
+        self._check_rows(done, rows if not flushed else done, sides[flushed:], faults)
+        if flush is None and not infos and not objects and not faults:
+            return None
+        return self._reply(request, done, infos, objects, faults)
+
+    def _restart(self, k: int, slot: int, side: int, obs: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """SAME_STEP: the episode's last observation and info go beside, the new episode's first take its row."""
+        if self._check:
+            self._write(side, slot, obs)
+            wrong = bad_rows(self._buffers, side, [slot])
+            if wrong:
+                raise ValueError(wrong[0][1])
+        self._at[1] = RESET
+        new_obs, new_info = self._envs[k].reset()
+        self._at[1] = STEP
+        self._ended[k] = False
+        self._taken[k] = 0
+        return new_obs, {"final_obs": obs, "final_info": info, **new_info}
+
+    def _actions(self, rows: slice | list[int]) -> Iterable[Any]:
+        # Copied: an environment may keep its last action, and the head overwrites the shared one.
+        blocks = [array[rows].copy() for array in self._buffers.actions]
+        if self._one_action_leaf:
+            return blocks[0]  # type: ignore[no-any-return]
+        batch = assemble(self._action_space, iter(blocks))
+        return iterate(self._batch_space, batch)  # type: ignore[arg-type]
+
+    def _check_rows(self, slots: list[int], rows: slice | list[int], sides: list[int], faults: list[Fault]) -> None:
+        """Turn rows with values that nobody should learn from into faults, by name."""
+        if not self._check or not slots:
+            return
+        buffers = self._buffers
+        wrong: list[tuple[int, str]] = []
+        for side in (0, 1):
+            if side not in sides:
+                continue
+            if sides.count(side) == len(sides):
+                wrong += [(slots[i], text) for i, text in bad_rows(buffers, side, rows)]
+            else:
+                part = [slot for slot, s in zip(slots, sides, strict=True) if s == side]
+                wrong += [(part[i], text) for i, text in bad_rows(buffers, side, part)]
+        rewards = buffers.reward[rows]
+        if not np.isfinite(rewards).all():
+            wrong += [(slots[i], f"reward is {rewards[i]}") for i in np.flatnonzero(~np.isfinite(rewards))]
+        failed = {fault.slot for fault in faults}
+        for slot, text in wrong:
+            if slot not in failed:
+                failed.add(slot)
+                faults.append(self._fault(slot, STEP, ValueError(text)))
+
+    # -- everything else --------------------------------------------------------------------------------------
+
+    def reset(self, request: Reset | Rebuild) -> Reply:
+        rebuild = isinstance(request, Rebuild)
+        infos: list[tuple[int, dict[str, Any]]] = []
+        objects: list[tuple[int, list[Any]]] = []
+        faults: list[Fault] = []
+        buffers = self._buffers
+        for i, slot in enumerate(request.slots):
+            k = slot - self._first
+            phase = INIT
+            try:
+                if isinstance(request, Rebuild):
+                    self._drop(k)
+                    self._incarnations[k] = request.incarnations[i]
+                    self._make(slot, request.stickies[i])
+                    if tuple(leaves_of(self._envs[k].observation_space)) != buffers.layout.obs:
+                        raise ValueError(
+                            f"the new environment has another observation space: {self._envs[k].observation_space}"
+                        )
+                phase = RESET
+                self._at[0], self._at[1] = slot, RESET
+                seed = request.seeds[i]
+                if seed is not None or rebuild:
+                    self._seeds[k] = seed
+                obs, info = self._envs[k].reset(seed=seed, options=request.options)
+                self._ended[k] = False
+                self._taken[k] = 0
+                extra = self._write(1 - int(buffers.side[slot]), slot, obs)
+                if info:
+                    infos.append((slot, info))
+                if extra:
+                    objects.append((slot, extra))
+            except _Caught as error:
+                faults.append(self._fault(slot, phase, error))
+        buffers.reward[request.slots] = 0.0
+        buffers.terminated[request.slots] = False
+        buffers.truncated[request.slots] = False
+        sides = (1 - buffers.side[request.slots]).tolist()
+        self._check_rows(request.slots, request.slots, sides, faults)
+        return self._reply(request.request, request.slots, infos, objects, faults)
+
+    def call(self, request: Call | SetAttr) -> Reply:
+        results: list[Any] = []
+        for i, slot in enumerate(request.slots):
+            env = self._envs[slot - self._first]
+            self._at[0], self._at[1] = slot, CALL
+            try:
+                if isinstance(request, SetAttr):
+                    env.set_wrapper_attr(request.name, request.values[i])
+                elif request.name == "render":
+                    results.append(env.render())
+                else:
+                    attribute = env.get_wrapper_attr(request.name)
+                    called = callable(attribute)
+                    results.append(attribute(*request.args, **request.kwargs) if called else attribute)
+            except _Caught as error:
+                return Reply(request.request, [], faults=[self._describe(slot, CALL, error)])
+        return Reply(request.request, [], result=results)
+
+    def close(self) -> None:
+        for k in range(len(self._envs)):
+            self._drop(k)
+
+    def _drop(self, k: int) -> None:
+        env, self._envs[k], self._steps[k], self._timed[k] = self._envs[k], None, _gone, _gone
+        if env is not None:
+            try:
+                env.close()
+            except _Caught:
+                traceback.print_exc()  # goes to the head's log; closing the others matters more
+
+    def _reply(
+        self,
+        request: int,
+        slots: list[int],
+        infos: list[tuple[int, dict[str, Any]]],
+        objects: list[tuple[int, list[Any]]],
+        faults: list[Fault],
+        last: bool = True,
+    ) -> Reply:
+        if faults:
+            failed = {fault.slot for fault in faults}
+            infos = [item for item in infos if item[0] not in failed]
+            objects = [item for item in objects if item[0] not in failed]
+        columns = info_columns.pack(infos) if infos else None
+        return Reply(request, slots, columns, objects or None, faults, None, last)
+
+    def _fault(self, slot: int, phase: int, error: BaseException) -> Fault:
+        fault = self._describe(slot, phase, error)
+        self._drop(slot - self._first)
+        return fault
+
+    def _describe(self, slot: int, phase: int, error: BaseException) -> Fault:
+        k = slot - self._first
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        return Fault(
+            slot,
+            PHASES[phase],
+            f"{type(error).__name__}: {error}",
+            "".join(lines),
+            self._seeds[k],
+            self._incarnations[k],
+            self._taken[k],
+        )
+
+
+def _gone(action: Any) -> Any:
+    raise RuntimeError("this environment failed and was not started again")

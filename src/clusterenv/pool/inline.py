@@ -1,0 +1,78 @@
+"""The calling process as its own and only worker (`Local(workers=0)`): for a breakpoint in environment code.
+
+Same face as `ProcessCrew`; requests are carried out at once, and no timeout ends a debugging session.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.pool.layout import Buffers
+from clusterenv.pool.messages import Attach, Build, Call, Close, Rebuild, Reset, SetAttr, Step
+from clusterenv.pool.worker import make_group
+from clusterenv.spec import Blueprint, load_makers
+
+__all__ = ["InlineCrew"]
+
+
+class InlineCrew:
+    is_inline = True
+
+    def __init__(self, blueprint: Blueprint, mode: AutoresetMode | None, check: bool) -> None:
+        self._makers = load_makers(blueprint.payload, blueprint.num_envs)
+        self._mode = mode
+        self._check = check
+        self._at = memoryview(bytearray(8)).cast("i")
+        self._events: list[tuple[int, Any]] = []
+
+    def start(self, index: int) -> None:
+        self._group = make_group(self._makers, self._mode, self._check, self._at)
+
+    def allocate(self, size: int) -> bytearray:
+        self._memory = bytearray(size)
+        return self._memory
+
+    def ring(self, index: int, request: int) -> None:
+        reply = self._group.step_all(request)
+        self._events.append((index, request if reply is None else reply))
+
+    def send(self, index: int, message: Any) -> None:
+        group = self._group
+        if isinstance(message, Step):
+            reply: Any = group.step(message, lambda part: self._events.append((index, part)))
+        elif isinstance(message, (Reset, Rebuild)):
+            reply = group.reset(message)
+        elif isinstance(message, (Call, SetAttr)):
+            reply = group.call(message)
+        elif isinstance(message, Build):
+            reply = group.build(message)
+        elif isinstance(message, Attach):
+            buffers = Buffers(message.layout, self._memory)
+            group.attach(buffers, message.observation_space, message.action_space)
+            return
+        else:
+            assert isinstance(message, Close)
+            return
+        self._events.append((index, reply))
+
+    def wait(self, timeout_s: float) -> list[tuple[int, Any]]:
+        events, self._events = self._events, []
+        return events
+
+    def progress(self, index: int) -> tuple[int, int]:
+        return self._at[0], self._at[1]
+
+    def is_running(self, index: int) -> bool:
+        return True
+
+    def pid(self, index: int) -> int | None:
+        return None
+
+    def kill(self, index: int) -> None:
+        raise AssertionError("timeouts are off in the calling process")
+
+    def close(self, timeout_s: float) -> None:
+        if hasattr(self, "_group"):
+            self._group.close()

@@ -1,0 +1,188 @@
+"""Shared memory from spaces: where each slot's observation, reward, flags and action lie.
+
+A `Layout` is plain data, computed once at the head and sent to every worker; `Buffers` are the arrays over it.
+Spaces without a fixed size (Text, Sequence, Graph, custom ones) have no place here: their values travel
+beside the shared memory, as objects.
+
+Observations have two sides. A worker writes to the side that the head has not delivered, so a worker that
+dies in the middle of a row cannot tear the last observation that the user saw.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+
+__all__ = ["Buffers", "Layout", "Leaf", "assemble", "flatten", "leaves_of", "make_layout"]
+
+_FIXED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of a (nested) space; `dtype` is None where the values are objects."""
+
+    path: tuple[str | int, ...]
+    shape: tuple[int, ...]
+    dtype: str | None
+    low: int | None = None
+    high: int | None = None
+    """Bounds of a Discrete leaf, checked because an index outside them is always a bug."""
+
+    @property
+    def name(self) -> str:
+        return "".join(f"[{part!r}]" for part in self.path)
+
+
+def leaves_of(space: Space[Any], path: tuple[str | int, ...] = ()) -> list[Leaf]:
+    """The leaves in the order in which `flatten` yields values."""
+    if isinstance(space, spaces.Dict):
+        return [leaf for key, sub in space.spaces.items() for leaf in leaves_of(sub, (*path, key))]
+    if isinstance(space, spaces.Tuple):
+        return [leaf for i, sub in enumerate(space.spaces) for leaf in leaves_of(sub, (*path, i))]
+    if isinstance(space, _FIXED) and space.dtype is not None and np.dtype(space.dtype).kind in "biufc":
+        shape = tuple(space.shape or ())
+        if isinstance(space, spaces.Discrete):
+            return [Leaf(path, shape, np.dtype(space.dtype).str, int(space.start), int(space.start + space.n))]
+        return [Leaf(path, shape, np.dtype(space.dtype).str)]
+    return [Leaf(path, (), None)]
+
+
+def flatten(space: Space[Any], value: Any) -> Iterator[Any]:
+    """The leaf values of one sample, or of one batch."""
+    if isinstance(space, spaces.Dict):
+        for key, sub in space.spaces.items():
+            yield from flatten(sub, value[key])
+    elif isinstance(space, spaces.Tuple):
+        if len(value) != len(space.spaces):
+            raise ValueError(f"expected a tuple of {len(space.spaces)} elements, got {len(value)}")
+        for sub, item in zip(space.spaces, value, strict=True):
+            yield from flatten(sub, item)
+    else:
+        yield value
+
+
+def assemble(space: Space[Any], values: Iterator[Any]) -> Any:
+    """The opposite of `flatten`."""
+    if isinstance(space, spaces.Dict):
+        return {key: assemble(sub, values) for key, sub in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(assemble(sub, values) for sub in space.spaces)
+    return next(values)
+
+
+@dataclass(frozen=True)
+class Layout:
+    num_envs: int
+    obs: tuple[Leaf, ...]
+    actions: tuple[Leaf, ...]
+    offsets: tuple[int, ...]
+    """Of reward, terminated, truncated, side, pace; then of each fixed obs leaf, then each fixed action leaf."""
+    size: int
+
+    @property
+    def actions_are_shared(self) -> bool:
+        return all(leaf.dtype is not None for leaf in self.actions)
+
+
+def _arrays(layout_obs: tuple[Leaf, ...], actions: tuple[Leaf, ...], n: int) -> list[tuple[Any, ...]]:
+    """(shape, dtype) of every array, in the order of `Layout.offsets`."""
+    fixed: list[tuple[Any, ...]] = [((n,), "<f8"), ((n,), "|b1"), ((n,), "|b1"), ((n,), "|u1"), ((n,), "<f8")]
+    fixed += [((2, n, *leaf.shape), leaf.dtype) for leaf in layout_obs if leaf.dtype]
+    if all(leaf.dtype for leaf in actions):
+        fixed += [((n, *leaf.shape), leaf.dtype) for leaf in actions]
+    return fixed
+
+
+def make_layout(observation_space: Space[Any], action_space: Space[Any], num_envs: int) -> Layout:
+    obs, actions = tuple(leaves_of(observation_space)), tuple(leaves_of(action_space))
+    offsets, end = [], 0
+    for shape, dtype in _arrays(obs, actions, num_envs):
+        offsets.append(end)
+        end += int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        end += -end % _ALIGN
+    return Layout(num_envs, obs, actions, tuple(offsets), max(end, mmap.PAGESIZE))
+
+
+class Buffers:
+    """The arrays of a layout over one block of memory (a mapped memfd, or plain bytes in one process)."""
+
+    def __init__(self, layout: Layout, memory: mmap.mmap | bytearray) -> None:
+        self.layout = layout
+        arrays = [
+            np.frombuffer(memory, dtype=dtype, count=int(np.prod(shape, dtype=np.int64)), offset=offset).reshape(shape)
+            for offset, (shape, dtype) in zip(
+                layout.offsets, _arrays(layout.obs, layout.actions, layout.num_envs), strict=True
+            )
+        ]
+        self.reward, self.terminated, self.truncated, self.side, self.pace_s = arrays[:5]
+        rest = iter(arrays[5:])
+        self.obs: list[Any] = [next(rest) if leaf.dtype else None for leaf in layout.obs]  # [2, N, ...]
+        self.actions: list[Any] = list(rest)  # [N, ...]; empty where actions are objects
+
+
+def coerce(value: Any, leaf: Leaf, what: str) -> Any:
+    """`value` as an array of the leaf's shape, cast only where nothing is lost; else ValueError by name."""
+    array = np.asarray(value)
+    if array.shape != leaf.shape:
+        raise ValueError(f"{what}{leaf.name} has shape {array.shape}, its space says {leaf.shape}")
+    if not np.can_cast(array.dtype, np.dtype(leaf.dtype), "same_kind"):
+        raise ValueError(f"{what}{leaf.name} has dtype {array.dtype}, its space says {np.dtype(leaf.dtype)}")
+    return array
+
+
+def row_writer(space: Space[Any], buffers: Buffers) -> Callable[[int, int, Any], list[Any] | None]:
+    """A function `write(side, slot, obs)`; returns the values of object leaves, if the space has any."""
+    leaves = buffers.layout.obs
+    sides = [None if array is None else (array[0], array[1]) for array in buffers.obs]
+
+    if len(leaves) == 1 and leaves[0].dtype is not None and not isinstance(space, (spaces.Dict, spaces.Tuple)):
+        leaf, pair = leaves[0], sides[0]
+        assert pair is not None
+        shape, dtype = leaf.shape, np.dtype(leaf.dtype)
+        ndarray = np.ndarray
+
+        def write_one(side: int, slot: int, obs: Any) -> None:
+            # The hot path: nearly every environment returns exactly what its space says.
+            if obs.__class__ is ndarray and obs.shape == shape and obs.dtype == dtype:
+                pair[side][slot] = obs
+            else:
+                pair[side][slot] = coerce(obs, leaf, "observation")
+
+        return write_one
+
+    def write(side: int, slot: int, obs: Any) -> list[Any] | None:
+        objects = []
+        for leaf, both, value in zip(leaves, sides, flatten(space, obs), strict=True):
+            if both is None:
+                objects.append(value)
+            else:
+                both[side][slot] = coerce(value, leaf, "observation")
+        return objects or None
+
+    return write
+
+
+def bad_rows(buffers: Buffers, side: int, rows: slice | list[int]) -> list[tuple[int, str]]:
+    """(index into rows, what is wrong) for observations that are not finite or outside a Discrete space."""
+    bad: dict[int, str] = {}
+    for leaf, array in zip(buffers.layout.obs, buffers.obs, strict=True):
+        if array is None:
+            continue
+        block = array[side][rows]
+        kind = block.dtype.kind
+        if kind in "fc":
+            finite = np.isfinite(block)
+            if not finite.all():
+                for i in np.flatnonzero(~finite.reshape(len(block), -1).all(axis=1)):
+                    bad.setdefault(int(i), f"observation{leaf.name} is not finite: {block[i]!r}")
+        elif leaf.low is not None and ((block < leaf.low) | (block >= leaf.high)).any():
+            for i in np.flatnonzero((block < leaf.low) | (block >= leaf.high)):
+                bad.setdefault(int(i), f"observation{leaf.name} is {block[i]}, its space says {leaf.low}..{leaf.high}")
+    return sorted(bad.items())

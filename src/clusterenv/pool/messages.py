@@ -1,0 +1,183 @@
+"""Every message between the head's pool and a worker, and their framing on a socket pair.
+
+Both ends run on one machine under one user, over an inherited descriptor, so bodies are pickled. Nothing here
+is ever read from a network.
+
+A frame is `<u32 length><u8 kind><body>`. The two messages of the hot loop (`step all your slots`, `done`) carry
+just a request number.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+__all__ = [
+    "Attach",
+    "Build",
+    "Built",
+    "Call",
+    "Close",
+    "Fault",
+    "FrameReader",
+    "Reply",
+    "Reset",
+    "Rebuild",
+    "SetAttr",
+    "Step",
+    "encode",
+    "encode_quick",
+]
+
+_HEAD = struct.Struct("<IB")
+_QUICK = struct.Struct("<IBI")
+_PICKLED, _NUMBER = 0, 1
+
+
+class Sticky(NamedTuple):
+    """A `set_attr` or `call` to repeat on every later incarnation of a slot."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    is_call: bool
+
+
+class Build(NamedTuple):
+    """Make the environments of these slots; answered by `Built`."""
+
+    request: int
+    slots: list[int]
+    seeds: list[int]
+    """For vector factories, which are seeded when they are made."""
+    make: bool = True
+    """False for a replacement, whose environments are made by `Rebuild`."""
+
+
+class Attach(NamedTuple):
+    """The layout of the shared memory; not answered."""
+
+    layout: Any
+    observation_space: Any
+    action_space: Any
+
+
+class Step(NamedTuple):
+    """Step these slots. `actions` holds them where they cannot lie in shared memory."""
+
+    request: int
+    slots: list[int]
+    actions: list[Any] | None
+
+
+class Reset(NamedTuple):
+    request: int
+    slots: list[int]
+    seeds: list[int | None]
+    options: dict[str, Any] | None
+
+
+class Rebuild(NamedTuple):
+    """Make the environments of these slots anew (incarnation, sticky attributes, seed), then reset them."""
+
+    request: int
+    slots: list[int]
+    incarnations: list[int]
+    seeds: list[int | None]
+    options: dict[str, Any] | None
+    stickies: list[list[Sticky]]
+
+
+class Call(NamedTuple):
+    request: int
+    slots: list[int]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class SetAttr(NamedTuple):
+    request: int
+    slots: list[int]
+    name: str
+    values: list[Any]
+
+
+class Close(NamedTuple):
+    request: int
+
+
+class Fault(NamedTuple):
+    """An environment raised, or returned what its spaces do not allow; its slot has none now."""
+
+    slot: int
+    phase: str
+    error: str
+    traceback: str
+    seed: int | None
+    incarnation: int
+    step: int
+
+
+class Built(NamedTuple):
+    request: int
+    observation_space: Any
+    action_space: Any
+    metadata: dict[str, Any]
+    render_mode: str | None
+    odd_slot: int | None
+    """First slot whose spaces differ from those of this worker's first slot."""
+    odd_spaces: Any
+    faults: list[Fault]
+
+
+class Reply(NamedTuple):
+    """Rows of these slots lie in shared memory, or the results of a call."""
+
+    request: int
+    slots: list[int]
+    infos: Any = None
+    objects: list[tuple[int, list[Any]]] | None = None
+    faults: list[Fault] = []  # noqa: RUF012  never mutated: NamedTuple default
+    result: list[Any] | None = None
+    last: bool = True
+    """False while more rows of the same request will follow."""
+
+
+def encode(message: NamedTuple) -> bytes:
+    try:
+        body = pickle.dumps(message, 5)
+    except Exception:  # classes of the user's __main__, lambdas: cloudpickle takes them by value
+        body = cloudpickle.dumps(message, 5)
+    return _HEAD.pack(len(body) + 1, _PICKLED) + body
+
+
+def encode_quick(request: int) -> bytes:
+    return _QUICK.pack(5, _NUMBER, request)
+
+
+class FrameReader:
+    """Bytes in, messages out: an int for a quick frame, else the message."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        if len(data) == 9 and not self._buffer and data[4] == _NUMBER:
+            return [_QUICK.unpack(data)[2]]
+        self._buffer += data
+        messages: list[Any] = []
+        start = 0
+        while len(self._buffer) - start >= 5:
+            length, kind = _HEAD.unpack_from(self._buffer, start)
+            if len(self._buffer) - start < 4 + length:
+                break
+            body = bytes(memoryview(self._buffer)[start + 5 : start + 4 + length])
+            messages.append(struct.unpack("<I", body)[0] if kind == _NUMBER else pickle.loads(body))
+            start += 4 + length
+        if start:
+            del self._buffer[:start]
+        return messages

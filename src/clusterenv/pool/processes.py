@@ -1,0 +1,366 @@
+"""Worker processes as the pool sees them: start, send, wait, kill, close. All the I/O of the local engine.
+
+The head talks to each worker over its own socket pair and to the fork server over a control pair. Nothing blocks
+but `wait` and `close`, and both have a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import pickle
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.errors import ClusterEnvError, SpecError
+from clusterenv.events import emit
+from clusterenv.pool.messages import Close, FrameReader, encode, encode_quick
+from clusterenv.pool.worker import PROGRESS_BYTES
+from clusterenv.spec import Blueprint
+
+__all__ = ["Exit", "ProcessCrew"]
+
+_TAG = re.compile("^\x00(-?\\d+)\x00(.*)$")
+
+
+class Exit(NamedTuple):
+    """A worker process is gone."""
+
+    reason: str
+    tail: str
+
+
+class _Link:
+    """The head's end of one worker."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.reader = FrameReader()
+        self.outbox = bytearray()
+        self.pid = 0
+        self.lost_at: float | None = None
+
+
+class ProcessCrew:
+    """`workers` processes, forked from one interpreter of their own."""
+
+    is_inline = False
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        workers: int,
+        mode: AutoresetMode | None,
+        check: bool,
+        threads: int | None,
+        spin_s: float,
+        slots_of: list[list[int]],
+    ) -> None:
+        self._blueprint = blueprint
+        self._mode = mode
+        self._check = check
+        self._threads = threads
+        self._spin_s = spin_s
+        self._slots_of = slots_of
+        self._owner = os.getpid()
+        self._links: dict[int, _Link] = {}
+        self._by_fd: dict[int, int] = {}
+        self._poller = select.poll()
+        self._control: socket.socket | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+        self._server_said: list[str] = []
+        self._events: list[tuple[int, Any]] = []
+        self._memory: mmap.mmap | None = None
+        self._data_fd = os.memfd_create("clusterenv-rows")
+        self._progress_fd = os.memfd_create("clusterenv-progress")
+        os.ftruncate(self._progress_fd, PROGRESS_BYTES * workers)
+        self._progress_map = mmap.mmap(self._progress_fd, 0)
+        self._progress = memoryview(self._progress_map).cast("i")
+
+    # -- starting ---------------------------------------------------------------------------------------------
+
+    def start(self, index: int) -> None:
+        """Fork worker `index`. Its first message must be `Build`."""
+        if self._control is None:
+            self._start_server()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            ours.setblocking(False)
+            self._progress[index * PROGRESS_BYTES // 4] = -1
+            self._tell(("spawn", index), [theirs.fileno(), self._data_fd, self._progress_fd])
+        self._links[index] = _Link(ours)
+        self._by_fd[ours.fileno()] = index
+        self._poller.register(ours, select.POLLIN)
+
+    def _start_server(self) -> None:
+        if not sys.executable:
+            raise SpecError("sys.executable is empty: this interpreter cannot start another; use Local(workers=0)")
+        env = dict(os.environ)
+        if self._threads is not None:
+            for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
+                env[name] = str(self._threads)
+        # The child must find this package even if the script put it on sys.path by hand.
+        package_parent = str(Path(__file__).resolve().parents[2])
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, env.get("PYTHONPATH")]))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "clusterenv.pool.forkserver", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=env,
+                start_new_session=True,  # Ctrl-C in the terminal reaches the head alone, which then closes
+            )
+        self._control = ours
+        self._poller.register(ours, select.POLLIN)
+        spec = self._blueprint.spec
+        entry = spec.entry_point if spec is not None else None
+        setup = {
+            "sys_path": list(sys.path),
+            "modules": [entry.split(":")[0]] if isinstance(entry, str) else [],
+            "payload": self._blueprint.payload,
+            "num_envs": self._blueprint.num_envs,
+            "mode": self._mode,
+            "check": self._check,
+            "spin_s": self._spin_s,
+        }
+        payload_fd = os.memfd_create("clusterenv-setup")
+        try:
+            with os.fdopen(os.dup(payload_fd), "wb") as file:
+                pickle.dump(setup, file)
+            os.lseek(payload_fd, 0, os.SEEK_SET)
+            self._tell(("setup",), [payload_fd])
+        finally:
+            os.close(payload_fd)
+
+    def _tell(self, message: tuple[Any, ...], fds: list[int]) -> None:
+        assert self._control is not None
+        with contextlib.suppress(ConnectionError):  # a dead server is noticed by its end of file
+            socket.send_fds(self._control, [pickle.dumps(message)], fds)
+
+    def allocate(self, size: int) -> mmap.mmap:
+        """The shared memory of the rows, which every worker maps when it is told the layout."""
+        os.ftruncate(self._data_fd, size)
+        self._memory = mmap.mmap(self._data_fd, 0)
+        return self._memory
+
+    # -- messages ---------------------------------------------------------------------------------------------
+
+    def ring(self, index: int, request: int) -> None:
+        """The hot loop's request: step all your slots."""
+        link = self._links[index]
+        if link.outbox or link.lost_at is not None:
+            self._queue(link, encode_quick(request))
+            return
+        try:
+            link.sock.send(encode_quick(request))
+        except BlockingIOError:
+            self._queue(link, encode_quick(request))
+        except ConnectionError:
+            pass  # end of file follows
+
+    def send(self, index: int, message: Any) -> None:
+        self._queue(self._links[index], encode(message))
+
+    def _queue(self, link: _Link, data: bytes) -> None:
+        """Never block: a worker may itself be blocked while it writes a large reply to us."""
+        link.outbox += data
+        self._push(link)
+
+    def _push(self, link: _Link) -> None:
+        if link.lost_at is not None:
+            return
+        try:
+            while link.outbox:
+                sent = link.sock.send(memoryview(link.outbox)[: 1 << 18])
+                del link.outbox[:sent]
+        except BlockingIOError:
+            pass
+        except ConnectionError:
+            link.outbox.clear()
+        wanted = select.POLLIN | (select.POLLOUT if link.outbox else 0)
+        self._poller.modify(link.sock, wanted)
+
+    def wait(self, timeout_s: float) -> list[tuple[int, Any]]:
+        """(worker, message) pairs; an int is a quick reply, an `Exit` the end of that worker. May be empty."""
+        events, self._events = self._events, []
+        if events:
+            timeout_s = 0.0
+        if any(link.lost_at is not None for link in self._links.values()):
+            timeout_s = min(timeout_s, 0.1)
+        control = self._control.fileno() if self._control is not None else -1
+        for fd, what in self._poller.poll(timeout_s * 1000):
+            if fd == control:
+                self._read_control(events)
+                continue
+            index = self._by_fd.get(fd)
+            if index is None:
+                continue
+            link = self._links[index]
+            if what & select.POLLOUT:
+                self._push(link)
+            if what & (select.POLLIN | select.POLLHUP | select.POLLERR):
+                self._read_worker(index, link, events)
+        for index, link in list(self._links.items()):
+            if link.lost_at is not None and time.monotonic() - link.lost_at > 2.0:
+                self._forget(index)
+                events.append((index, Exit("ended for an unknown reason", "")))
+        return events
+
+    def _read_worker(self, index: int, link: _Link, events: list[tuple[int, Any]]) -> None:
+        try:
+            data = link.sock.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if data:
+            for message in link.reader.feed(data):
+                events.append((index, message))
+        elif link.lost_at is None:
+            # How it ended is known to the fork server, whose report follows at once.
+            link.lost_at = time.monotonic()
+            self._poller.unregister(link.sock)
+            self._tell(("kill", index, False), [])
+
+    def _read_control(self, events: list[tuple[int, Any]]) -> None:
+        assert self._control is not None
+        try:
+            data = self._control.recv(1 << 17)
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._server_died(events)
+            return
+        kind, *rest = pickle.loads(data)
+        if kind == "spawned":
+            self._links[rest[0]].pid = rest[1]
+        elif kind == "output":
+            self._log_output(rest[0], rest[1])
+        elif kind == "failed":
+            raise SpecError(f"the environments' code could not be loaded in a worker:\n{rest[0]}")
+        elif kind == "exited":
+            index, pid, status, tail = rest
+            link = self._links.get(index)
+            if link is not None and link.pid == pid:
+                # Replies that it sent before it died are still whole.
+                if link.lost_at is None:
+                    self._read_worker(index, link, events)
+                self._forget(index)
+                events.append((index, Exit(_how_it_ended(status), _untag(tail))))
+
+    def _server_died(self, events: list[tuple[int, Any]]) -> None:
+        assert self._control is not None and self._server is not None
+        self._poller.unregister(self._control)
+        self._control.close()
+        self._control = None
+        code = self._server.wait()
+        for index in list(self._links):
+            self._forget(index)
+            events.append((index, Exit(f"its fork server ended ({_how_it_ended_code(code)})", "")))
+
+    def _forget(self, index: int) -> None:
+        link = self._links.pop(index)
+        del self._by_fd[link.sock.fileno()]
+        with contextlib.suppress(KeyError):
+            self._poller.unregister(link.sock)
+        link.sock.close()
+
+    def _log_output(self, index: int, text: str) -> None:
+        slots = self._slots_of[index]
+        everyone = f"slot {slots[0]}" if len(slots) == 1 else f"slots {slots[0]}-{slots[-1]}"
+        for line in text.split("\n"):
+            match = _TAG.match(line)
+            if match and int(match[1]) >= 0:
+                emit(logging.INFO, f"[slot {match[1]}] {match[2]}")
+            else:
+                emit(logging.INFO, f"[{everyone}] {match[2] if match else line}")
+
+    # -- watching and ending ----------------------------------------------------------------------------------
+
+    def progress(self, index: int) -> tuple[int, int]:
+        """(slot, phase) that the worker is in; slot -1 before it began."""
+        at = index * PROGRESS_BYTES // 4
+        return self._progress[at], self._progress[at + 1]
+
+    def is_running(self, index: int) -> bool:
+        return index in self._links
+
+    def pid(self, index: int) -> int | None:
+        link = self._links.get(index)
+        return link.pid if link is not None and link.pid else None
+
+    def kill(self, index: int) -> None:
+        """End a hung worker; where it hung comes with its `Exit`."""
+        self._tell(("kill", index, True), [])
+
+    def close(self, timeout_s: float) -> None:
+        """End everything within about `timeout_s` + 4 s, whatever state it is in. Idempotent."""
+        if os.getpid() != self._owner:
+            return  # a fork of the head: the workers are the parent's
+        try:
+            deadline = time.monotonic() + timeout_s
+            for index in list(self._links):
+                self.send(index, Close(0))
+            while self._links and time.monotonic() < deadline:
+                self.wait(max(0.0, deadline - time.monotonic()))
+        except (ClusterEnvError, OSError) as error:
+            emit(logging.DEBUG, f"while closing: {error}")
+        finally:
+            self._end_now()
+
+    def _end_now(self) -> None:
+        for index in list(self._links):
+            self._forget(index)
+        if self._control is not None:
+            self._control.close()  # the fork server sees the end of file, and kills what is left
+            self._control = None
+        if self._server is not None:
+            try:
+                self._server.wait(timeout=3.0)
+            except subprocess.TimeoutExpired:
+                self._server.kill()
+                self._server.wait()
+            self._server = None
+        self._progress.release()
+        self._progress = memoryview(bytearray(len(self._progress_map))).cast("i")
+        with contextlib.suppress(BufferError):
+            self._progress_map.close()
+        if self._memory is not None:
+            with contextlib.suppress(BufferError):  # the user still holds a view: freed with it
+                self._memory.close()
+            self._memory = None
+        for name in ("_data_fd", "_progress_fd"):
+            fd = getattr(self, name)
+            if fd >= 0:
+                os.close(fd)
+                setattr(self, name, -1)
+
+
+def _how_it_ended(status: int) -> str:
+    return _how_it_ended_code(os.waitstatus_to_exitcode(status))
+
+
+def _how_it_ended_code(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"killed by {name}"
+
+
+def _untag(text: str) -> str:
+    return re.sub("\x00-?\\d+\x00", "", text)

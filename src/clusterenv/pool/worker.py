@@ -1,0 +1,143 @@
+"""The loop of one worker process: requests in, rows and replies out. Called by the fork server, never returns.
+
+Dies with its parent (PR_SET_PDEATHSIG), so that nothing outlives the head however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import io
+import mmap
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.pool.group import EnvGroup
+from clusterenv.pool.layout import Buffers
+from clusterenv.pool.messages import (
+    Attach,
+    Build,
+    Call,
+    Close,
+    FrameReader,
+    Rebuild,
+    Reply,
+    Reset,
+    SetAttr,
+    Step,
+    encode,
+    encode_quick,
+)
+from clusterenv.pool.vector_group import VectorGroup
+from clusterenv.spec import Vector
+
+__all__ = ["PROGRESS_BYTES", "make_group", "run"]
+
+PROGRESS_BYTES = 64
+"""Progress words of one worker: a cache line each, so that workers do not share one."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def make_group(makers: Any, mode: AutoresetMode | None, check: bool, progress: memoryview) -> EnvGroup | VectorGroup:
+    if isinstance(makers, Vector):
+        return VectorGroup(makers, mode, check, progress)
+    return EnvGroup(makers, mode or AutoresetMode.NEXT_STEP, check, progress)
+
+
+class _TaggedOutput(io.TextIOBase):
+    """sys.stdout or sys.stderr of a worker: each line is marked with the slot that was running."""
+
+    def __init__(self, fd: int, progress: memoryview) -> None:
+        self._fd = fd
+        self._at = progress
+        self._line = ""
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            os.write(self._fd, f"\x00{self._at[0]}\x00{line}\n".encode(errors="replace"))
+        return len(text)
+
+
+def run(
+    index: int,
+    channel: socket.socket,
+    data_fd: int,
+    progress_fd: int,
+    makers: Any,
+    mode: AutoresetMode | None,
+    check: bool,
+    spin_s: float,
+) -> None:
+    """Serve requests until the head closes the channel."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died before the line above took effect
+        os._exit(0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
+    progress_map = mmap.mmap(progress_fd, 0)
+    progress = memoryview(progress_map).cast("i")[index * PROGRESS_BYTES // 4 :]
+    sys.stdout = _TaggedOutput(1, progress)
+    sys.stderr = _TaggedOutput(2, progress)
+    faulthandler.enable(file=2, all_threads=True)
+    # Forked siblings would otherwise share the state of the global generators.
+    random.seed()
+    np.random.seed(int.from_bytes(os.urandom(4), "little"))
+
+    group = make_group(makers, mode, check, progress)
+    reader = FrameReader()
+
+    def send(reply: Any) -> None:
+        channel.sendall(encode_quick(reply) if isinstance(reply, int) else encode(reply))
+
+    while True:
+        data = _receive(channel, spin_s)
+        if not data:
+            os._exit(0)
+        for message in reader.feed(data):
+            if isinstance(message, int):
+                reply: Any = group.step_all(message)
+                send(message if reply is None else reply)
+            elif isinstance(message, Step):
+                send(group.step(message, send))
+            elif isinstance(message, (Reset, Rebuild)):
+                send(group.reset(message))
+            elif isinstance(message, (Call, SetAttr)):
+                send(group.call(message))
+            elif isinstance(message, Build):
+                send(group.build(message))
+            elif isinstance(message, Attach):
+                buffers = Buffers(message.layout, mmap.mmap(data_fd, 0))
+                group.attach(buffers, message.observation_space, message.action_space)
+            elif isinstance(message, Close):
+                group.close()
+                sys.stdout.flush()
+                send(Reply(message.request, []))
+                os._exit(0)
+
+
+def _receive(channel: socket.socket, spin_s: float) -> bytes:
+    """The next bytes. Waits a moment awake first: waking a halted core costs more than a small batch's head."""
+    if spin_s > 0:
+        end = time.perf_counter() + spin_s
+        while time.perf_counter() < end:
+            try:
+                return channel.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                os.sched_yield()
+    return channel.recv(1 << 16)

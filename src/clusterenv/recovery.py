@@ -1,0 +1,88 @@
+"""What to do when an environment or a worker fails: the user's choices, and the pure decision made from them.
+
+`Recovery` is data. `RestartBook` takes failures with a clock and answers how long to wait before the next
+attempt, or raises `CrashLoopError`. Neither starts, kills nor sleeps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import Literal
+
+from clusterenv.errors import CrashLoopError, SpecError
+
+__all__ = ["Recovery", "RestartBook"]
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Choices for faults.
+
+    Example:
+        >>> from clusterenv import Recovery
+        >>> Recovery(step_timeout_s=30).on_error
+        'restart'
+    """
+
+    on_error: Literal["restart", "raise"] = "restart"
+    """"restart": the failed slot ends its episode as truncated and invalid, and starts again.
+    "raise": the call raises; the slot is started again by the next reset."""
+    init_timeout_s: float | None = 600.0
+    """Longest time that building one environment may take; None: no limit."""
+    reset_timeout_s: float | None = 600.0
+    step_timeout_s: float | None = 600.0
+    """Longest time for one `step` of one environment. Its worker is killed and replaced after it."""
+    recovery_timeout_s: float = 600.0
+    """Longest wait for a replacement, before `WorkerLostError`."""
+    max_restarts: int = 5
+    """More failures than this of one slot or worker within `restart_window_s` raise `CrashLoopError`."""
+    restart_window_s: float = 600.0
+    backoff_s: tuple[float, float] = (1.0, 60.0)
+    """Wait before the second restart in the window, doubled for each further one up to the second value."""
+    check: bool = True
+    """Refuse actions outside their space; flag observations and rewards that are NaN, infinite or misshapen."""
+
+    def __post_init__(self) -> None:
+        if self.on_error not in ("restart", "raise"):
+            raise SpecError(f'Recovery(on_error={self.on_error!r}): choose "restart" or "raise"')
+        for name in ("init_timeout_s", "reset_timeout_s", "step_timeout_s", "recovery_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise SpecError(f"Recovery({name}={value!r}): must be a positive number of seconds")
+        if self.max_restarts < 0:
+            raise SpecError(f"Recovery(max_restarts={self.max_restarts!r}): must be 0 or more")
+
+    def timeout_s(self, phase: str) -> float | None:
+        """The limit for one environment call in this phase."""
+        if phase == "init":
+            return self.init_timeout_s
+        if phase == "reset":
+            return self.reset_timeout_s
+        return self.step_timeout_s
+
+
+class RestartBook:
+    """Failures per subject (a slot or a worker) within the window."""
+
+    def __init__(self, recovery: Recovery) -> None:
+        self._recovery = recovery
+        self._failures: defaultdict[str, deque[tuple[float, str]]] = defaultdict(deque)
+
+    def failed(self, subject: str, reason: str, now_s: float) -> float:
+        """Note a failure; return the time at which the next attempt may start."""
+        recovery = self._recovery
+        history = self._failures[subject]
+        while history and history[0][0] < now_s - recovery.restart_window_s:
+            history.popleft()
+        history.append((now_s, reason))
+        if len(history) > recovery.max_restarts:
+            lines = "\n".join(f"  {now_s - when:7.1f} s ago: {why}" for when, why in history)
+            raise CrashLoopError(
+                f"{subject} failed {len(history)} times within {recovery.restart_window_s:.0f} s "
+                f"(Recovery(max_restarts={recovery.max_restarts})):\n{lines}"
+            )
+        if len(history) == 1:
+            return now_s
+        first, last = recovery.backoff_s
+        return now_s + min(first * 2.0 ** (len(history) - 2), last)

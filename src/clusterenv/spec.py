@@ -1,0 +1,134 @@
+"""What to build: an id with kwargs, thunks, or a vector factory, as bytes that a worker can unpack.
+
+Enters: the first argument of `ClusterEnv`. Leaves: a `Blueprint`, which the pool hands to its workers.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import VectorEnv
+
+from clusterenv.errors import SpecError
+
+__all__ = ["Blueprint", "Vector", "blueprint"]
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A factory `fn(num_envs, seeds)` of a VectorEnv that one worker runs whole (EnvPool and friends).
+
+    `seeds` holds one int per environment, different for every slot of the run.
+    """
+
+    fn: Callable[[int, list[int]], VectorEnv[Any, Any, Any]]
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """How to build every slot's environment, ready to travel."""
+
+    num_envs: int
+    payload: bytes
+    """cloudpickle of one maker for all slots, a list with one each, or a `Vector`."""
+    is_vector: bool
+    spec: EnvSpec | None
+    label: str
+
+
+@dataclass(frozen=True)
+class _MakeFromSpec:
+    spec: EnvSpec
+    kwargs: Mapping[str, Any]
+
+    def __call__(self) -> gym.Env[Any, Any]:
+        # Gymnasium's passive checker is one more wrapper in every step; the worker has checks of its own.
+        return gym.make(self.spec, **{"disable_env_checker": True, **self.kwargs})
+
+
+def blueprint(env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | None) -> Blueprint:
+    """Turn what the user passed into a `Blueprint`, or say what is wrong with it."""
+    if num_envs is not None and (isinstance(num_envs, bool) or not isinstance(num_envs, int)):
+        raise SpecError(f"num_envs={num_envs!r}: expected a whole number")
+    if num_envs is not None and num_envs < 1:
+        raise SpecError(f"num_envs={num_envs}: at least one environment is needed")
+
+    if isinstance(env, (str, EnvSpec)):
+        spec = _resolve(env)
+        maker = _MakeFromSpec(spec, dict(env_kwargs or {}))
+        return Blueprint(num_envs or 1, _dumps(maker, f"env_kwargs of {spec.id}"), False, spec, spec.id)
+
+    if env_kwargs:
+        raise SpecError("env_kwargs goes with an environment id; put the arguments into the thunk: lambda: make(...)")
+    if isinstance(env, Vector):
+        if num_envs is None:
+            raise SpecError("Vector(fn) needs num_envs: ClusterEnv(Vector(fn), num_envs=...)")
+        return Blueprint(num_envs, _dumps(env, "Vector(fn)"), True, None, "Vector")
+    if isinstance(env, gym.Env):
+        raise SpecError(
+            f"env is an environment ({env}); pass a function that makes one, so that every worker can: "
+            "ClusterEnv(lambda: MyEnv(...), num_envs=...)"
+        )
+    if callable(env):
+        return Blueprint(num_envs or 1, _dumps(env, "the environment function"), False, None, _name(env))
+    if isinstance(env, Sequence):
+        thunks = list(env)
+        if not thunks:
+            raise SpecError("env is an empty list: at least one thunk is needed")
+        for i, thunk in enumerate(thunks):
+            if not callable(thunk):
+                raise SpecError(f"env[{i}] is {thunk!r}: expected a function that makes an environment")
+        if num_envs is not None and num_envs != len(thunks):
+            raise SpecError(f"num_envs={num_envs} but env has {len(thunks)} thunks: leave num_envs out")
+        return Blueprint(len(thunks), _dumps_list(thunks), False, None, _name(thunks[0]))
+    raise SpecError(
+        f"env is {type(env).__name__}: expected an id, an EnvSpec, a function, a list of functions, or Vector(fn)"
+    )
+
+
+def _resolve(env: str | EnvSpec) -> EnvSpec:
+    """The registry of *this* process is consulted, so that ids registered in the user's script work."""
+    if isinstance(env, EnvSpec):
+        return env
+    try:
+        return gym.spec(env)
+    except (gym.error.Error, ImportError) as error:
+        raise SpecError(f"unknown environment id {env!r}: {error}") from error
+
+
+def _dumps(value: Any, what: str) -> bytes:
+    try:
+        data = cloudpickle.dumps(value)
+    except Exception as error:  # pickling runs user code (__reduce__), which may raise anything
+        raise SpecError(
+            f"{what} cannot be sent to a worker: {error}. It captures something that cannot be pickled "
+            "(a lock, an open file, a live environment): create that inside the function instead."
+        ) from error
+    return bytes(data)
+
+
+def _dumps_list(thunks: list[Callable[[], Any]]) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(thunks))
+    except Exception:  # which one it was is worth a second try, one by one
+        for i, thunk in enumerate(thunks):
+            _dumps(thunk, f"env[{i}]")
+        return _dumps(thunks, "the list of environment functions")
+
+
+def _name(maker: Callable[..., Any]) -> str:
+    return getattr(maker, "__qualname__", type(maker).__name__)
+
+
+def load_makers(payload: bytes, num_envs: int) -> list[Callable[[], Any]] | Vector:
+    """The other side of `blueprint`: one maker per slot, or the vector factory."""
+    made = pickle.loads(payload)
+    if isinstance(made, Vector):
+        return made
+    return made if isinstance(made, list) else [made] * num_envs

@@ -1,0 +1,58 @@
+"""A leaked process, thread, descriptor or piece of shared memory fails the test that leaked it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+def _descriptors() -> dict[str, str]:
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found[entry.name] = str(entry.readlink())
+        except OSError:
+            continue
+    return found
+
+
+def _state() -> tuple[set[int], set[int | None], dict[str, str], set[str]]:
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    threads = {thread.ident for thread in threading.enumerate()}
+    return children, threads, _descriptors(), set(os.listdir("/dev/shm"))
+
+
+def _leaks(
+    before: tuple[set[int], set[int | None], dict[str, str], set[str]],
+) -> list[str]:
+    children, threads, descriptors, shm = _state()
+    leaks = [f"process {pid}" for pid in children - before[0]]
+    leaks += [f"thread {ident}" for ident in threads - before[1]]
+    leaks += [f"shared memory {name}" for name in shm - before[3]]
+    watched = ("socket:", "pipe:", "/memfd:", "anon_inode:")
+    leaks += [
+        f"descriptor {fd} -> {target}"
+        for fd, target in descriptors.items()
+        if target.startswith(watched) and before[2].get(fd) != target
+    ]
+    return leaks
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    gc.collect()
+    before = _state()
+    yield
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while leaks := _leaks(before):
+        if time.monotonic() > deadline:
+            pytest.fail("leaked: " + "; ".join(leaks))
+        time.sleep(0.05)
