@@ -7,7 +7,9 @@ and then the first row of the new episode, never the two spliced.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -44,6 +46,8 @@ _WATCH_S = 0.25
 """How often a wait looks whether anybody hangs."""
 
 _SLOW_FACTOR = 5.0
+_SLOW_S = 0.001
+"""Below this a step's time is the scheduler's noise, not the environment's."""
 _SLOW_EVERY = 256
 
 
@@ -114,6 +118,7 @@ class Pool:
         self._until: dict[int, float] = {}  # backoff: not before
         self._respawn: dict[int, float] = {}  # workers to start again, and when
         self._called: dict[int, Reply] = {}
+        self._inbox: deque[tuple[int, Any]] = deque()
         self._slow: set[int] = set()
         self._deliveries = 0
         self.mode = mode or AutoresetMode.NEXT_STEP
@@ -386,10 +391,11 @@ class Pool:
         """Wait for something, and take it in."""
         if self._due or self._respawn:
             self._pump()
-        for worker, message in self._wait(deadline):
+        self._inbox.extend(self._wait(deadline))
+        while self._inbox:  # kept across calls: taking a message in may raise, and the next must not be lost
+            worker, message = self._inbox.popleft()
             if isinstance(message, int):
-                ticket = self._open[worker].pop(message)
-                self._ready[ticket.slots] = True
+                self._ready[self._open[worker].pop(message).slots] = True
             elif isinstance(message, Reply):
                 self._take(worker, message)
             elif isinstance(message, Exit):
@@ -535,7 +541,7 @@ class Pool:
 
     def _rebuilt(self, slot: int, columns: Columns) -> None:
         event = Event("env_rebuilt", "started again", (slot,), incarnation=self._incarnation[slot])
-        self.events.add(event, level=20)
+        self.events.add(event, level=logging.DEBUG)
         if self._awaited[slot]:
             self._finish_rebuilt(slot, columns)
         else:
@@ -566,7 +572,7 @@ class Pool:
                 self._post(worker, "build", slots, build)
                 self._attach(worker)
                 event = Event("worker_replaced", f"worker {worker} started again", tuple(slots), worker)
-                self.events.add(event, level=20)
+                self.events.add(event, level=logging.INFO)
         due: dict[int, list[int]] = {}
         for slot, when in self._due.items():
             worker = self._worker_of[slot]
@@ -631,12 +637,12 @@ class Pool:
         if known.sum() < 3:
             return
         median = float(np.median(pace[known]))
-        for slot in np.flatnonzero(pace > _SLOW_FACTOR * median).tolist():
+        for slot in np.flatnonzero(pace > max(_SLOW_FACTOR * median, _SLOW_S)).tolist():
             if slot not in self._slow:
                 self._slow.add(slot)
                 ms = pace[slot] * 1000
                 reason = f"a step takes {ms:.2f} ms, {pace[slot] / median:.0f}x the median"
-                self.events.add(Event("slow", reason, (slot,), self._worker_of[slot]), level=20)
+                self.events.add(Event("slow", reason, (slot,), self._worker_of[slot]), level=logging.INFO)
 
     # -- the rest ---------------------------------------------------------------------------------------------
 

@@ -268,7 +268,7 @@ class ProcessCrew:
         code = self._server.wait()
         for index in list(self._links):
             self._forget(index)
-            events.append((index, Exit(f"its fork server ended ({_how_it_ended_code(code)})", "")))
+            events.append((index, Exit(f"ended with its fork server ({_how_it_ended_code(code)})", "")))
 
     def _forget(self, index: int) -> None:
         link = self._links.pop(index)

@@ -1,0 +1,1 @@
+"""Steps per second of this project beside its peers, in one run: `python -m benchmarks`."""

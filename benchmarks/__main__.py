@@ -1,0 +1,187 @@
+"""The runner: `python -m benchmarks` measures every subject in interleaved rounds and prints the tables.
+
+Enters: the command line. Leaves: Markdown on stdout, progress on stderr, figures and tables in `runs/bench`.
+Each measurement is a process of its own (`subjects.py`), so that no subject inherits the threads, the memory
+or the imports of another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tables import (
+    TABLES,
+    Results,
+    Series,
+    Table,
+    goals_markdown,
+    goals_summary,
+    summary,
+    table_markdown,
+)
+from benchmarks.venvs import ROOT, Missing, interpreter, why
+
+SUBJECTS_FILE = Path("benchmarks") / "subjects.py"
+OUTPUT = ROOT / "runs" / "bench"
+START_AND_STOP_S = 180
+WARMUP_S = 0.5
+
+
+def main() -> None:
+    args = parse_args()
+    tables = [table for table in TABLES if args.only is None or table.name in args.only]
+    started = datetime.now(timezone.utc)
+    results: Results = {table.name: {subject: Series() for subject in table.subjects} for table in tables}
+    machine = describe_machine()
+    versions: dict[str, dict[str, str]] = {}
+
+    pythons = find_interpreters(tables)
+    for round_ in range(1, args.rounds + 1):
+        for table in tables:
+            for subject in table.subjects:
+                series = results[table.name][subject]
+                if series.failure is not None:
+                    continue  # what failed once would only cost its timeout again
+                where = f"round {round_}/{args.rounds}  {table.name}  {subject}"
+                outcome = measure(pythons[subject], subject, table, args.workers, args.seconds)
+                if isinstance(outcome, Missing):
+                    series.failure = outcome.reason
+                    say(f"{where}: {outcome.reason}")
+                else:
+                    series.rates.append(outcome["steps_per_s"])
+                    versions[subject] = outcome["versions"]
+                    say(f"{where}: {series.rates[-1]:,.0f} steps/s")
+
+    settings = {"rounds": args.rounds, "seconds": args.seconds, "warmup_s": WARMUP_S, "workers": args.workers}
+    record = {
+        "started": started.isoformat(timespec="seconds"),
+        "machine": machine,
+        "settings": settings,
+        "versions": versions,
+        "figures": summary(results, tables),
+        "goals": goals_summary(results, tables),
+    }
+    text = "\n\n".join(
+        [
+            header(machine, settings, versions),
+            *(table_markdown(table, results, args.workers) for table in tables),
+            goals_markdown(results, tables),
+        ]
+    )
+    print(text)
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    stem = started.strftime("%Y%m%dT%H%M%SZ")
+    (OUTPUT / f"{stem}.json").write_text(json.dumps(record, indent=2) + "\n")
+    (OUTPUT / f"{stem}.md").write_text(text + "\n")
+    say(f"written: {(OUTPUT / stem).relative_to(ROOT)}.json and .md")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement, after the warm-up")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=2, help="processes, actors or threads of each subject")
+    parser.add_argument("--quick", action="store_true", help="one round of half a second: does everything run?")
+    names = [table.name for table in TABLES]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="TABLE", help=f"of {', '.join(names)}")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.seconds = 1, 0.5
+    if args.rounds < 1 or args.workers < 1 or args.seconds <= 0:
+        parser.error("--rounds and --workers have to be at least 1, and --seconds more than 0")
+    return args
+
+
+def find_interpreters(tables: list[Table]) -> dict[str, Path | Missing]:
+    subjects = dict.fromkeys(subject for table in tables for subject in table.subjects)
+    pythons = {}
+    for subject in subjects:
+        say(f"preparing {subject}")
+        pythons[subject] = interpreter(subject)
+    return pythons
+
+
+def measure(
+    python: Path | Missing, subject: str, table: Table, workers: int, seconds: float
+) -> dict[str, Any] | Missing:
+    """Run one subject once, in a process group of its own, and return what it printed."""
+    if isinstance(python, Missing):
+        return python
+    command = [str(python), str(SUBJECTS_FILE), subject, table.env_id, "--num-envs", str(table.num_envs)]
+    command += [
+        "--workers",
+        str(table.workers or workers),
+        "--seconds",
+        str(seconds),
+        "--warmup",
+        str(WARMUP_S),
+    ]
+    # PYTHONPATH reaches the workers of every subject, who load the synthetic environments by name.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    timeout_s = WARMUP_S + seconds + START_AND_STOP_S
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        kill_group(process)
+        return Missing(f"no end after {timeout_s:.0f} s")
+    except BaseException:
+        kill_group(process)
+        raise
+    lines = output.strip().splitlines()
+    if process.returncode != 0 or not lines:
+        return Missing(why(errors))
+    return json.loads(lines[-1])
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    """The subject and its workers. It has not been waited for yet, so its group's number is still its own."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def describe_machine() -> dict[str, Any]:
+    """What a reader needs to judge the figures, and nothing that names the machine."""
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        cpuinfo = []
+    models = [line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "load_at_start": round(os.getloadavg()[0], 2),
+    }
+
+
+def header(machine: dict[str, Any], settings: dict[str, Any], versions: dict[str, dict[str, str]]) -> str:
+    packages = sorted({f"{name} {version}" for loaded in versions.values() for name, version in loaded.items()})
+    return "\n".join(
+        [
+            "# Environment steps per second",
+            "",
+            f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_at_start']} at the start. "
+            f"{settings['rounds']} interleaved rounds of {settings['seconds']:g} s, each after a warm-up of "
+            f"{settings['warmup_s']:g} s; ratios are of the medians. {', '.join(packages)}.",
+        ]
+    )
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""Measure one subject once: `PYTHONPATH=. python benchmarks/subjects.py SUBJECT ENV_ID --seconds S`.
+
+Enters: a subject, an environment id and a size, by the command line. Leaves: one line of JSON on stdout. The
+runner starts this file with the interpreter of the peer's own environment, so peers are imported where they
+are used, and the project only by its own subjects. Only true transitions count: the rows with which a
+NEXT_STEP autoreset reports a reset are left out, for every subject.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import itertools
+import json
+import multiprocessing
+import os
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+
+ACTION_ROWS = 1000
+START_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Job:
+    env_id: str
+    num_envs: int
+    workers: int
+    seconds: float
+    warmup_s: float
+
+
+class Window(NamedTuple):
+    """What one process counted while the clock ran."""
+
+    transitions: int
+    elapsed_s: float
+
+
+Advance = Callable[[], int]
+"""Moves the environments on, and says how many true transitions came of it."""
+
+
+def make(env_id: str) -> gym.Env[Any, Any]:
+    register(env_id)
+    return gym.make(env_id, disable_env_checker=True)
+
+
+def register(env_id: str) -> None:
+    if env_id.startswith("bench/"):
+        importlib.import_module("benchmarks.synthetic")
+
+
+def makers(job: Job, count: int) -> list[Callable[[], gym.Env[Any, Any]]]:
+    return [partial(make, job.env_id)] * count
+
+
+def draw_actions(space: gym.Space[Any], num_envs: int) -> np.ndarray:  # [ACTION_ROWS, num_envs]
+    """Random actions, drawn before the clock starts; the same ones for every subject."""
+    if not isinstance(space, gym.spaces.Discrete):
+        raise TypeError(f"{space}: only Discrete actions are drawn here")
+    return np.random.default_rng(0).integers(space.n, size=(ACTION_ROWS, num_envs), dtype=space.dtype)
+
+
+def count(advance: Advance, seconds: float) -> Window:
+    transitions = 0
+    begin = time.perf_counter()
+    until = begin + seconds
+    while (now := time.perf_counter()) < until:
+        transitions += advance()
+    return Window(transitions, now - begin)
+
+
+def warm_and_count(advance: Advance, job: Job) -> list[Window]:
+    count(advance, job.warmup_s)
+    return [count(advance, job.seconds)]
+
+
+def lockstep(step: Callable[[np.ndarray], tuple[Any, ...]], actions: np.ndarray) -> Advance:
+    """Step all environments at once, under NEXT_STEP autoreset: the row after a done is a reset."""
+    rows = itertools.cycle(actions)
+    was_done = np.zeros(actions.shape[1], bool)
+
+    def advance() -> int:
+        nonlocal was_done
+        _, _, terminations, truncations, _ = step(next(rows))
+        counted = len(was_done) - int(np.count_nonzero(was_done))
+        was_done = terminations | truncations
+        return counted
+
+    return advance
+
+
+def limit(job: Job) -> list[Window]:
+    """What the cores can do: one process each, a bare loop over its share, nothing recorded or sent."""
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(job.workers)
+    receivers = []
+    for share in shares(job):
+        receiver, sender = context.Pipe(duplex=False)
+        context.Process(target=bare_loop, args=(job, share, barrier, sender), daemon=True).start()
+        sender.close()  # so that a child that dies is an EOFError here, not a wait for ever
+        receivers.append(receiver)
+    return [receiver.recv() for receiver in receivers]
+
+
+def shares(job: Job) -> list[slice]:
+    bounds = np.linspace(0, job.num_envs, job.workers + 1).astype(int)
+    return [slice(int(start), int(stop)) for start, stop in itertools.pairwise(bounds)]
+
+
+def bare_loop(job: Job, share: slice, barrier: Any, sender: Any) -> None:
+    envs = [make(job.env_id) for _ in range(share.start, share.stop)]
+    for seed, env in enumerate(envs, start=share.start):
+        env.reset(seed=seed)
+    steps = [env.step for env in envs]
+    resets = [env.reset for env in envs]
+    # Lists of numpy scalars: what a space would sample, without the cost of indexing an array in the loop.
+    rows = itertools.cycle([list(row) for row in draw_actions(envs[0].action_space, job.num_envs)[:, share]])
+
+    def sweep() -> int:
+        for step, reset, action in zip(steps, resets, next(rows), strict=True):
+            _, _, terminated, truncated, _ = step(action)
+            if terminated or truncated:
+                reset()
+        return len(envs)
+
+    count(sweep, job.warmup_s)
+    barrier.wait(START_TIMEOUT_S)
+    sender.send(count(sweep, job.seconds))
+
+
+def gymnasium_vector(job: Job, envs: gym.vector.VectorEnv[Any, Any, Any]) -> list[Window]:
+    with closing(envs):
+        envs.reset(seed=0)
+        return warm_and_count(lockstep(envs.step, draw_actions(envs.single_action_space, job.num_envs)), job)
+
+
+def sync_vector(job: Job) -> list[Window]:
+    return gymnasium_vector(job, SyncVectorEnv(makers(job, job.num_envs)))
+
+
+def async_vector(job: Job) -> list[Window]:
+    return gymnasium_vector(job, AsyncVectorEnv(makers(job, job.num_envs), shared_memory=True))
+
+
+def cluster(job: Job, env: Any) -> Any:
+    import clusterenv
+
+    backend = clusterenv.Local(workers=job.workers)
+    return clusterenv.ClusterEnv(env, num_envs=job.num_envs, backend=backend)
+
+
+def clusterenv_step(job: Job) -> list[Window]:
+    register(job.env_id)
+    return gymnasium_vector(job, cluster(job, job.env_id))
+
+
+def clusterenv_recv(job: Job) -> list[Window]:
+    """Whoever is ready first is answered first: a quarter of the environments is enough to go on."""
+    register(job.env_id)
+    with closing(cluster(job, job.env_id)) as envs:
+        actions = draw_actions(envs.single_action_space, job.num_envs)
+        rows = itertools.cycle(actions)
+        was_done = np.zeros(job.num_envs, bool)
+
+        def advance() -> int:
+            _, _, terminations, truncations, infos = envs.recv(min_envs=max(1, job.num_envs // 4))
+            slots = infos["slot"]
+            counted = len(slots) - int(np.count_nonzero(was_done[slots]))
+            was_done[slots] = terminations | truncations
+            envs.send(next(rows)[slots], slots)
+            return counted
+
+        envs.reset(seed=0)
+        envs.send(actions[0])
+        return warm_and_count(advance, job)
+
+
+def clusterenv_envpool(job: Job) -> list[Window]:
+    from clusterenv.integrations.envpool import envpool
+
+    return gymnasium_vector(job, cluster(job, envpool(job.env_id)))
+
+
+def envpool_alone(job: Job) -> list[Window]:
+    import envpool
+
+    envs = envpool.make_gymnasium(job.env_id, num_envs=job.num_envs, num_threads=job.workers, seed=0)
+    with closing(envs):
+        envs.reset()  # seeds are fixed by make; reset(seed=...) warns and ignores them
+        actions = draw_actions(envs.single_action_space, job.num_envs)
+        # EnvPool's C++ side takes int32 and would convert every batch of anything else.
+        return warm_and_count(lockstep(envs.step, actions.astype(np.int32)), job)
+
+
+def subproc(job: Job) -> list[Window]:
+    from stable_baselines3.common.vec_env import SubprocVecEnv
+
+    # SB3's default (forkserver) imports torch anew in every process: minutes of start-up, no other speed.
+    with closing(SubprocVecEnv(makers(job, job.num_envs), start_method="fork")) as envs:
+        envs.seed(0)
+        envs.reset()
+        rows = itertools.cycle(draw_actions(envs.action_space, job.num_envs))
+
+        def advance() -> int:
+            envs.step(next(rows))
+            return job.num_envs  # resets within the step, so every row is a transition
+
+        return warm_and_count(advance, job)
+
+
+def ray_actors(job: Job) -> list[Window]:
+    """One actor per worker, a SyncVectorEnv in each; the head joins what they return."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray authenticates by default; without a token in the environment it writes one into the home directory.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    import ray
+
+    class Share:
+        def __init__(self, size: int, first_seed: int) -> None:
+            self.envs = SyncVectorEnv(makers(job, size))
+            self.envs.reset(seed=first_seed)
+
+        def step(self, actions: np.ndarray) -> tuple[Any, ...]:
+            return self.envs.step(actions)
+
+    ray.init(num_cpus=job.workers, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+    try:
+        parts = shares(job)
+        actors = [ray.remote(Share).options(num_cpus=1).remote(p.stop - p.start, p.start) for p in parts]
+
+        def step(actions: np.ndarray) -> tuple[Any, ...]:
+            pending = [actor.step.remote(actions[part]) for actor, part in zip(actors, parts, strict=True)]
+            *arrays, infos = zip(*ray.get(pending), strict=True)
+            return *(np.concatenate(array) for array in arrays), infos
+
+        with closing(make(job.env_id)) as env:
+            actions = draw_actions(env.action_space, job.num_envs)
+        return warm_and_count(lockstep(step, actions), job)
+    finally:
+        ray.shutdown()
+
+
+SUBJECTS: dict[str, Callable[[Job], list[Window]]] = {
+    "limit": limit,
+    "clusterenv": clusterenv_step,
+    "clusterenv-recv": clusterenv_recv,
+    "clusterenv-envpool": clusterenv_envpool,
+    "sync": sync_vector,
+    "async": async_vector,
+    "subproc": subproc,
+    "ray": ray_actors,
+    "envpool": envpool_alone,
+}
+
+
+def versions() -> dict[str, str]:
+    """Of Python, and of the measured packages that this process has loaded."""
+    known = ("clusterenv", "envpool", "gymnasium", "numpy", "ray", "stable_baselines3")
+    loaded = {name: importlib.metadata.version(name) for name in known if name in sys.modules}
+    return {"python": platform.python_version(), **loaded}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("subject", choices=SUBJECTS)
+    parser.add_argument("env_id")
+    parser.add_argument("--num-envs", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--warmup", type=float, default=0.5, dest="warmup_s")
+    args = parser.parse_args()
+    job = Job(args.env_id, args.num_envs, args.workers, args.seconds, args.warmup_s)
+    windows = SUBJECTS[args.subject](job)
+    rate = sum(window.transitions / window.elapsed_s for window in windows)
+    print(json.dumps({"steps_per_s": rate, "windows": windows, "versions": versions()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""What is measured against what, and how figures become tables, ratios and verdicts.
+
+Enters: `Results`, the rates that the runner collected. Leaves: Markdown and plain dicts. Nothing is run here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+LIMIT = "limit"
+PEERS = ("sync", "async", "subproc", "ray", "envpool")
+LABELS = {
+    LIMIT: "limit: a bare loop per worker, nothing sent",
+    "clusterenv": "**clusterenv**, `step`",
+    "clusterenv-recv": "**clusterenv**, `send`/`recv`",
+    "clusterenv-envpool": "**clusterenv**, EnvPool in the workers",
+    "sync": "Gymnasium SyncVectorEnv",
+    "async": "Gymnasium AsyncVectorEnv, a process each",
+    "subproc": "SB3 SubprocVecEnv, a process each",
+    "ray": "Ray, a SyncVectorEnv in an actor per worker",
+    "envpool": "EnvPool alone (C++ environments), a thread per worker",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """One comparison: these subjects, on this environment, at this size."""
+
+    name: str
+    env_id: str
+    num_envs: int
+    subjects: tuple[str, ...]
+    ours: str = "clusterenv"
+    workers: int | None = None
+    """None: as many as the command line says."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    table: str
+    ours: str
+    over: str
+    at_least: float
+
+
+@dataclass
+class Series:
+    """The rates of one subject in one table, a figure per round, and why there are no more."""
+
+    rates: list[float] = field(default_factory=list)
+    failure: str | None = None
+
+    @property
+    def median(self) -> float | None:
+        return median(self.rates) if self.rates else None
+
+
+Results = dict[str, dict[str, Series]]
+"""Table name → subject → series."""
+
+TABLES = (
+    Table("CartPole-v1", "CartPole-v1", 64, (LIMIT, "clusterenv", *PEERS)),
+    Table("LunarLander-v3", "LunarLander-v3", 64, (LIMIT, "clusterenv", *PEERS)),
+    Table("pixels", "bench/Pixels-v0", 64, (LIMIT, "clusterenv", "async", "sync")),
+    Table("envpool-1024", "CartPole-v1", 1024, ("clusterenv-envpool", "envpool"), ours="clusterenv-envpool"),
+    Table(
+        "stragglers",
+        "bench/Stragglers-v0",
+        16,
+        ("clusterenv-recv", "clusterenv"),
+        ours="clusterenv-recv",
+        workers=16,
+    ),
+)
+
+GOALS = (
+    Goal("LunarLander-v3", "clusterenv", LIMIT, 0.80),
+    Goal("CartPole-v1", "clusterenv", LIMIT, 0.60),
+    Goal("LunarLander-v3", "clusterenv", "async", 8.0),
+    Goal("LunarLander-v3", "clusterenv", "subproc", 8.0),
+    Goal("LunarLander-v3", "clusterenv", "ray", 3.0),
+    Goal("LunarLander-v3", "clusterenv", "sync", 1.8),
+    Goal("pixels", "clusterenv", "async", 3.0),
+    Goal("envpool-1024", "clusterenv-envpool", "envpool", 0.9),
+    Goal("stragglers", "clusterenv-recv", "clusterenv", 1.5),
+)
+
+
+def ratio(results: Results, table: str, subject: str, over: str) -> float | None:
+    """Of the medians; None where either was not measured."""
+    series = results.get(table, {})
+    above = series.get(subject, Series()).median
+    below = series.get(over, Series()).median
+    if above is None or not below:
+        return None
+    return above / below
+
+
+def table_markdown(table: Table, results: Results, workers: int) -> str:
+    lines = [
+        f"## {table.name}",
+        "",
+        f"{table.env_id}, {table.num_envs} environments, {table.workers or workers} workers.",
+        "",
+        f"| subject | median steps/s | min-max | of the limit | {table.ours} is |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    failures = []
+    for subject in table.subjects:
+        series = results.get(table.name, {}).get(subject, Series(failure="not run"))
+        of_limit = ratio(results, table.name, subject, LIMIT)
+        ours = ratio(results, table.name, table.ours, subject)
+        lines.append(_row(LABELS[subject], series, of_limit, None if subject == table.ours else ours))
+        if series.failure is not None:
+            failures.append(f"- {subject}: missing after {len(series.rates)} rounds: {series.failure}")
+    return "\n".join([*lines, *(["", *failures] if failures else [])])
+
+
+def goals_markdown(results: Results, tables: Iterable[Table]) -> str:
+    """A verdict for every goal that the selected tables can answer."""
+    names = {table.name for table in tables}
+    lines = ["## Goals", "", "| goal | measured | |", "|---|---:|---|"]
+    for goal in GOALS:
+        if goal.table in names:
+            measured = ratio(results, goal.table, goal.ours, goal.over)
+            text = f"{goal.table}: {goal.ours} ≥ {goal.at_least:.2f} x {goal.over}"
+            lines.append(f"| {text} | {_times(measured)} | {verdict(measured, goal.at_least)} |")
+    return "\n".join(lines)
+
+
+def verdict(measured: float | None, at_least: float) -> str:
+    if measured is None:
+        return "NOT MEASURED"
+    return "PASS" if measured >= at_least else "FALLS SHORT"
+
+
+def summary(results: Results, tables: Iterable[Table]) -> list[dict[str, Any]]:
+    """The same figures for machines: one record per subject, with every round's rate."""
+    return [
+        {
+            "table": table.name,
+            "env_id": table.env_id,
+            "num_envs": table.num_envs,
+            "subject": subject,
+            "rates": series.rates,
+            "median": series.median,
+            "of_limit": ratio(results, table.name, subject, LIMIT),
+            "ours_over_it": ratio(results, table.name, table.ours, subject),
+            "failure": series.failure,
+        }
+        for table in tables
+        for subject, series in results.get(table.name, {}).items()
+    ]
+
+
+def goals_summary(results: Results, tables: Iterable[Table]) -> list[dict[str, Any]]:
+    names = {table.name for table in tables}
+    measured = [(goal, ratio(results, goal.table, goal.ours, goal.over)) for goal in GOALS if goal.table in names]
+    return [
+        {
+            "table": goal.table,
+            "ours": goal.ours,
+            "over": goal.over,
+            "at_least": goal.at_least,
+            "measured": value,
+            "verdict": verdict(value, goal.at_least),
+        }
+        for goal, value in measured
+    ]
+
+
+def _row(label: str, series: Series, of_limit: float | None, ours: float | None) -> str:
+    if series.median is None:
+        return f"| {label} | missing | | | |"
+    spread = f"{min(series.rates):,.0f}-{max(series.rates):,.0f}"
+    return f"| {label} | {series.median:,.0f} | {spread} | {_plain(of_limit)} | {_times(ours)} |"
+
+
+def _plain(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"

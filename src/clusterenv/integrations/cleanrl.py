@@ -1,0 +1,98 @@
+"""CleanRL's scripts, and others written for Gymnasium 0.29's vector environments, on today's Gymnasium.
+
+Enters: the list of thunks that the script has already. Leaves: a `VectorEnv` whose infos look as they did
+then. Two lines of a script change:
+
+    from clusterenv.integrations import cleanrl
+
+    envs = cleanrl.make([make_env(args.env_id, i, ...) for i in range(args.num_envs)])
+
+Gymnasium 1.0 moved the reset of an ended episode to the next step, renamed `final_observation` and batched
+`final_info`; scripts that do not know this train on wrong data without an error (cleanrl#499).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+
+from clusterenv.env import ClusterEnv
+from clusterenv.errors import SpecError
+from clusterenv.integrations._rows import row_of, rows_of
+
+__all__ = ["Gymnasium029", "make"]
+
+
+def make(env: Any, num_envs: int | None = None, **kwargs: Any) -> Gymnasium029:
+    """`ClusterEnv(env, num_envs, **kwargs)` as Gymnasium 0.29 would have shown it.
+
+    >>> envs = make([lambda: gym.make("CartPole-v1")] * 8, backend=Slurm(nodes=2))  # doctest: +SKIP
+    """
+    return Gymnasium029(ClusterEnv(env, num_envs, autoreset_mode=AutoresetMode.SAME_STEP, **kwargs))
+
+
+class Gymnasium029(VectorWrapper):
+    """Infos of Gymnasium 0.29 over any `VectorEnv` that autoresets in the same step.
+
+    In a step that ends episodes, `infos["final_info"]` and `infos["final_observation"]` are `[N]` arrays of
+    objects with `None` where no episode ended. If a worker was lost, the last observation that arrived stands
+    in for the final one, and `final_info` is `None`: a script must not log half an episode as a whole one.
+
+    The single spaces are copies, because scripts assign to them (`single_observation_space.dtype = ...`), and
+    `reset(seed=...)` seeds the single action space, from which scripts draw their exploration.
+
+    >>> envs = Gymnasium029(SyncVectorEnv(fns, autoreset_mode=AutoresetMode.SAME_STEP))  # doctest: +SKIP
+    """
+
+    def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
+        super().__init__(env)
+        mode = env.metadata.get("autoreset_mode")
+        if mode != AutoresetMode.SAME_STEP:
+            raise SpecError(
+                f"Gymnasium 0.29 reset ended episodes in the same step, but these environments have "
+                f"autoreset_mode={mode}: pass autoreset_mode=AutoresetMode.SAME_STEP"
+            )
+        self.single_observation_space = copy.deepcopy(env.single_observation_space)
+        self.single_action_space = copy.deepcopy(env.single_action_space)
+        self._obs: Any = None
+
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            first = seed[0] if isinstance(seed, list) else int(seed)
+            self.single_action_space.seed(first)
+        self._obs, infos = self.env.reset(seed=seed, options=options)  # type: ignore[arg-type]
+        return self._obs, infos
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        before = self._obs
+        self._obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        done = np.logical_or(terminations, truncations)
+        if done.any():
+            infos = self._as_before_1_0(infos, done, before)
+        return self._obs, rewards, terminations, truncations, infos
+
+    def _as_before_1_0(self, infos: dict[str, Any], done: Any, before: Any) -> dict[str, Any]:
+        lost = infos.get("worker_lost", np.zeros(self.num_envs, dtype=np.bool_))
+        ends = {
+            key: infos.get(f"_{key}", np.zeros(self.num_envs, dtype=np.bool_)) for key in ("final_obs", "final_info")
+        }
+        rows = rows_of(infos["final_info"], self.num_envs) if "final_info" in infos else []
+        final_obs = np.full(self.num_envs, None, dtype=object)
+        final_info = np.full(self.num_envs, None, dtype=object)
+        for i in np.flatnonzero(done):
+            final_obs[i] = infos["final_obs"][i] if ends["final_obs"][i] else row_of(before, int(i))
+            if ends["final_info"][i] and not lost[i]:
+                final_info[i] = rows[i]
+        kept = {key: v for key, v in infos.items() if key not in ("final_obs", "_final_obs")}
+        return {
+            **kept,
+            "final_observation": final_obs,
+            "_final_observation": done,
+            "final_info": final_info,
+            "_final_info": done & ~lost,
+        }

@@ -1,0 +1,214 @@
+"""EnvPool's C++ environments inside ClusterEnv's workers.
+
+Enters: an EnvPool task id. Leaves: a `Vector`, from which every worker builds one pool for its slots. EnvPool
+alone stops at one machine, and two of its processes made with the same arguments play the same episodes; here
+each slot of the whole run has a seed of its own.
+
+    from clusterenv import ClusterEnv
+    from clusterenv.integrations.envpool import envpool
+
+    envs = ClusterEnv(envpool("CartPole-v1", num_threads=2), num_envs=1024)
+
+EnvPool is needed where the workers run, not where the learner runs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from clusterenv.errors import ClosedError, SpecError, UsageError
+from clusterenv.spec import Vector
+
+__all__ = ["EnvPoolVectorEnv", "envpool"]
+
+_OURS = frozenset({"num_envs", "batch_size", "seed", "env_type", "gym_reset_return_info"})
+_INT32 = 2**31
+
+
+def envpool(task_id: str, *, num_threads: int = 1, info_keys: Sequence[str] = (), **kwargs: Any) -> Vector:
+    """EnvPool environments for `ClusterEnv`; `kwargs` go to `envpool.make`, `num_threads` is per worker.
+
+    Only the infos of `info_keys` leave the worker: EnvPool has some in every step (`elapsed_step`, Atari's
+    128 bytes of `ram`), and carrying them can cost as much as the stepping.
+
+    >>> ClusterEnv(envpool("Pong-v5", info_keys=["lives"], stack_num=4), num_envs=256)  # doctest: +SKIP
+    """
+    if taken := sorted(_OURS & kwargs.keys()):
+        raise SpecError(f"{', '.join(taken)}: set by ClusterEnv for every worker; leave it out of envpool(...)")
+    return Vector(_MakePool(task_id, num_threads, tuple(info_keys), kwargs))
+
+
+@dataclass(frozen=True)
+class _MakePool:
+    task_id: str
+    num_threads: int
+    info_keys: tuple[str, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, num_envs: int, seeds: list[int]) -> EnvPoolVectorEnv:
+        return EnvPoolVectorEnv(
+            self.task_id,
+            num_envs,
+            seeds=seeds,
+            num_threads=self.num_threads,
+            info_keys=self.info_keys,
+            **self.kwargs,
+        )
+
+
+class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
+    """One EnvPool as a proper Gymnasium `VectorEnv` (EnvPool's own class reports unbatched spaces).
+
+    Autoreset is EnvPool's: `NEXT_STEP`. EnvPool takes seeds only when it is built, so a `reset` with seeds
+    rebuilds the pool; without seeds it continues the random streams. Seeds are taken modulo 2**31.
+
+    >>> envs = EnvPoolVectorEnv("CartPole-v1", 8, seeds=range(8))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        task_id: str,
+        num_envs: int,
+        *,
+        seeds: Sequence[int],
+        num_threads: int = 1,
+        info_keys: Sequence[str] = (),
+        **kwargs: Any,
+    ) -> None:
+        self._library = _import_envpool()
+        self._task_id = task_id
+        self._info_keys = tuple(info_keys)
+        self._kwargs = {**kwargs, "num_envs": num_envs, "num_threads": num_threads}
+        self.num_envs = num_envs
+        self._seeds = self._checked(seeds)
+        # Seeds for the environments that a later `reset` names no seed for; the same in every run.
+        self._spare = np.random.default_rng(self._seeds)
+        with _quiet_spaces():
+            spec = self._library.make_spec(task_id, **self._kwargs)
+            self.single_observation_space = spec.gymnasium_observation_space
+            self.single_action_space = spec.gymnasium_action_space
+        if spec.config.max_num_players != 1:
+            raise SpecError(f"{task_id} has several players: EnvPool returns no fixed number of rows for it")
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.render_mode = kwargs.get("render_mode")
+        self.metadata = {
+            "render_modes": ["rgb_array", "human"],
+            "autoreset_mode": AutoresetMode.NEXT_STEP,
+        }
+        # Built by the first reset: its seeds decide, and an Atari or MuJoCo pool is not built twice.
+        self._pool: Any = None
+        self._obs: Any = None
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset all environments, or those of `options["reset_mask"]`; seeds rebuild the pool."""
+        if self.closed:
+            raise ClosedError("the pool was closed")
+        if other := sorted((options or {}).keys() - {"reset_mask"}):
+            raise UsageError(f"EnvPool takes no option but reset_mask, got {other}")
+        mask = (options or {}).get("reset_mask")
+        if mask is not None:
+            if seed is not None:
+                raise UsageError("EnvPool cannot seed some environments of a pool: reset_mask goes without seed")
+            return self._reset_some(np.asarray(mask, dtype=np.bool_))
+        if seed is not None:
+            self._pool = None
+            self._seeds = self._checked(seed)
+        if self._pool is None:
+            self._pool = self._build()
+        self._obs, infos = self._pool.reset()
+        if unknown := set(self._info_keys) - infos.keys():
+            raise SpecError(f"info_keys: {self._task_id} has no {sorted(unknown)}, only {sorted(infos)}")
+        return self._obs, self._masked(infos)
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        if self._pool is None:
+            raise UsageError("step before reset, or after close: call reset() first")
+        self._obs, rewards, terminations, truncations, infos = self._pool.step(actions)
+        return self._obs, rewards, terminations, truncations, self._masked(infos)
+
+    def render(self) -> tuple[Any, ...] | None:
+        if self._pool is None or self.render_mode != "rgb_array":
+            return None
+        return tuple(self._pool.render(env_ids=np.arange(self.num_envs, dtype=np.int32)))
+
+    def close_extras(self, **kwargs: Any) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None  # EnvPool's threads end with the object, not with close()
+
+    def _build(self) -> Any:
+        pool = self._library.make_gymnasium(self._task_id, seed=self._seeds, **self._kwargs)
+        with _quiet_spaces():
+            _ = pool.observation_space, pool.action_space  # made on first use, which is inside step()
+        return pool
+
+    def _reset_some(self, mask: Any) -> tuple[Any, dict[str, Any]]:
+        if self._pool is None:
+            raise UsageError("reset_mask before the first reset: call reset() first")
+        rows = np.flatnonzero(mask).astype(np.int32)
+        if mask.shape != (self.num_envs,) or not len(rows):
+            raise UsageError(f"reset_mask must be [{self.num_envs}] booleans with one of them true, got {mask}")
+        obs, infos = self._pool.reset(rows)
+        self._obs = _placed(self._obs, obs, rows)
+        placed = {}
+        for key in self._info_keys:
+            value = infos[key]
+            placed[key] = _placed(np.zeros((self.num_envs, *value.shape[1:]), value.dtype), value, rows)
+            placed[f"_{key}"] = mask.copy()
+        return self._obs, placed
+
+    def _masked(self, infos: dict[str, Any]) -> dict[str, Any]:
+        masked: dict[str, Any] = {}
+        for key in self._info_keys:
+            masked[key] = infos[key]
+            masked[f"_{key}"] = np.ones(self.num_envs, dtype=np.bool_)
+        return masked
+
+    def _checked(self, seed: int | Sequence[int | None]) -> list[int]:
+        if isinstance(seed, (int, np.integer)):
+            seeds: list[int | None] = [int(seed) + i for i in range(self.num_envs)]
+        else:
+            seeds = list(seed)
+        if len(seeds) != self.num_envs:
+            raise SpecError(f"{len(seeds)} seeds for {self.num_envs} environments: one each is needed")
+        return [int(self._spare.integers(_INT32)) if s is None else int(s) % _INT32 for s in seeds]
+
+
+def _placed(old: Any, new: Any, rows: Any) -> Any:
+    """A copy of `old` in which `rows` are replaced; EnvPool answers a partial reset with those rows only."""
+    if isinstance(old, dict):
+        return {key: _placed(old[key], new[key], rows) for key in old}
+    if isinstance(old, tuple):
+        return tuple(_placed(o, n, rows) for o, n in zip(old, new, strict=True))
+    out = old.copy()
+    out[rows] = new
+    return out
+
+
+@contextmanager
+def _quiet_spaces() -> Iterator[None]:
+    """Without Gymnasium's warning about the float64 bounds that EnvPool gives its float32 boxes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*precision lowered by casting")
+        yield
+
+
+def _import_envpool() -> Any:
+    try:
+        import envpool as library
+    except ImportError as error:
+        raise ImportError(
+            'EnvPool is not installed where this worker runs: pip install "clusterenv[envpool]"'
+        ) from error
+    return library
