@@ -137,12 +137,13 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
                 f"step() while {int(pool.awaited.sum())} slots are in flight from send(): recv() them first, "
                 "or stay with send() and recv()"
             )
+        objects = self._place(actions, None)
         self._stepping = True
-        try:
-            self._send(actions, None)
-        except ValueError:
+        if objects is None and pool.step_all():
             self._stepping = False
-            raise
+            return pool.deliver_all(self.copy)
+        if objects is not None:
+            pool.send_step(None, objects)
         try:
             pool.collect(self.num_envs, None)
         except WorkerLostError as error:
@@ -151,8 +152,6 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             raise
         rows = pool.deliver(self.copy)
         self._stepping = False
-        if not rows.lost:
-            return rows.obs, rows.rewards, rows.terminations, rows.truncations, rows.infos
         return self._result(rows)
 
     def render(self) -> tuple[Any, ...]:
@@ -225,7 +224,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         if busy:
             late = np.flatnonzero(self._pool.awaited)
             raise UsageError(f"send(): slots {late.tolist()} are in flight already; recv() them first")
-        self._send(actions, chosen)
+        self._pool.send_step(chosen, self._place(actions, chosen))
 
     def recv(self, min_envs: int | None = None, timeout_s: float | None = None) -> StepResult:
         """Rows of at least `min_envs` slots (None: all in flight), ascending by slot; `infos["slot"]` names them."""
@@ -254,13 +253,13 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _send(self, actions: Any, slots: list[int] | None) -> None:
+    def _place(self, actions: Any, slots: list[int] | None) -> list[Any] | None:
+        """Check actions and put them into shared memory; those that do not fit there are returned."""
         pool = self._pool
         if self.autoreset_mode is AutoresetMode.DISABLED:
             ended = pool.ended if slots is None else pool.ended[slots]
             if ended.any():
                 over = np.flatnonzero(pool.ended).tolist()
-                self._stepping = False
                 raise UsageError(
                     f"the episodes of slots {over} ended, and autoreset is DISABLED: "
                     "reset(options={'reset_mask': terminations | truncations}) first"
@@ -272,10 +271,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
                     shared[...] = array
                 else:
                     shared[slots] = array
-            pool.send_step(slots, None)
-        else:
-            everyone = list(range(self.num_envs)) if slots is None else slots
-            pool.send_step(slots, self._reader.objects(actions, everyone))
+            return None
+        return self._reader.objects(actions, list(range(self.num_envs)) if slots is None else slots)
 
     def _result(self, rows: Rows) -> StepResult:
         infos = rows.infos

@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, iterate
 
 from clusterenv import infos as info_columns
-from clusterenv.pool.layout import Buffers, assemble, bad_rows, leaves_of, row_writer
+from clusterenv.pool.layout import Buffers, all_finite, assemble, bad_rows, block_writer, leaves_of, row_writer
 from clusterenv.pool.messages import (
     Build,
     Built,
@@ -138,6 +138,7 @@ class EnvGroup:
         first, last = self._first, self._first + len(self._envs)
         self._all = list(range(first, last))
         self._rows = slice(first, last)
+        self._write_block = block_writer(observation_space, buffers, self._rows)
         self._reward: Any = memoryview(buffers.reward)
         self._batch_space = batch_space(self._action_space, len(self._envs)) if self._shared_actions else None
 
@@ -179,6 +180,9 @@ class EnvGroup:
         infos: list[tuple[int, dict[str, Any]]] = []
         objects: list[tuple[int, list[Any]]] = []
         faults: list[Fault] = []
+        block: list[Any] | None = None
+        if flush is None and self._write_block is not None and sides.count(sides[0]) == len(sides):
+            block = []
         flushed, flushed_at = 0, time.perf_counter() if flush else 0.0
         at[1] = STEP
 
@@ -193,7 +197,6 @@ class EnvGroup:
                     reward_out[slot] = 0.0
                     ended[k] = False
                     taken[k] = 0
-                    extra = write(sides[i], slot, obs)
                     at[1] = STEP
                 else:
                     obs, reward, terminated, truncated, info = steps[k](action)
@@ -205,11 +208,14 @@ class EnvGroup:
                         ended[k] = True
                         if same_step:
                             obs, info = self._restart(k, slot, sides[i], obs, info)
+                if block is not None:
+                    block.append(obs)
+                else:
                     extra = write(sides[i], slot, obs)
+                    if extra:
+                        objects.append((slot, extra))
                 if info:
                     infos.append((slot, info))
-                if extra:
-                    objects.append((slot, extra))
             except _Caught as error:
                 faults.append(self._fault(slot, at[1], error))
                 at[1] = STEP
@@ -220,11 +226,22 @@ class EnvGroup:
                 infos, objects, faults = [], [], []
                 flushed, flushed_at = i + 1, time.perf_counter()
 
+        if block is not None and (len(block) != len(slots) or not self._write_block(sides[0], block)):  # type: ignore[misc]
+            self._write_each(slots, sides[0], block, faults)
         done = slots[flushed:]
         self._check_rows(done, rows if not flushed else done, sides[flushed:], faults)
         if flush is None and not infos and not objects and not faults:
             return None
         return self._reply(request, done, infos, objects, faults)
+
+    def _write_each(self, slots: list[int], side: int, block: list[Any], faults: list[Fault]) -> None:
+        """Row by row, where the block could not be written at once: somebody failed, or returned something odd."""
+        failed = {fault.slot for fault in faults}
+        for slot, obs in zip([slot for slot in slots if slot not in failed], block, strict=True):
+            try:
+                self._write(side, slot, obs)
+            except ValueError as error:
+                faults.append(self._fault(slot, STEP, error))
 
     def _restart(self, k: int, slot: int, side: int, obs: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """SAME_STEP: the episode's last observation and info go beside, the new episode's first take its row."""
@@ -253,7 +270,12 @@ class EnvGroup:
         if not self._check or not slots:
             return
         buffers = self._buffers
-        wrong: list[tuple[int, str]] = []
+        if isinstance(rows, slice) and sides.count(sides[0]) == len(sides):
+            wrong = [(slots[i], text) for i, text in bad_rows(buffers, sides[0], rows)]
+            rewards = buffers.reward[rows]
+            if not wrong and all_finite(rewards):
+                return
+        wrong = []
         for side in (0, 1):
             if side not in sides:
                 continue

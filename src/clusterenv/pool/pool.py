@@ -91,6 +91,7 @@ class Pool:
         self._book = RestartBook(recovery)
         self.events = events
         self.num_envs = n
+        self._everyone = np.arange(n)
         self._request = 0
         self._open: list[dict[int, _Ticket]] = [{} for _ in slots_of]
         self._watch: list[tuple[Any, float]] = [((), 0.0) for _ in slots_of]
@@ -102,6 +103,8 @@ class Pool:
         # What the user asked for and has not got yet.
         self._awaited = np.zeros(n, dtype=np.bool_)
         self._ready = np.zeros(n, dtype=np.bool_)
+        self._ready_count = 0
+        self._sent = False  # something was sent outside the hot loop, and may be awaited still
         self._resetting: dict[int, tuple[int | None, Any]] = {}  # awaited resets: seed, options
         self._columns: list[Columns] = []
         self._objects: list[list[Any]] = [[] for _ in range(n)]
@@ -109,6 +112,7 @@ class Pool:
         self.started = np.zeros(n, dtype=np.bool_)
         self.ended = np.zeros(n, dtype=np.bool_)
         self._proven = np.zeros(n, dtype=np.bool_)
+        self._all_proven = False
         # Trouble: empty in the normal case.
         self._gone: dict[int, float] = {}  # slots without an environment, since when
         self._lost: dict[int, str] = {}  # episodes that ended with them, not yet told to the user
@@ -180,6 +184,7 @@ class Pool:
             raise SpecError("Vector(fn) takes spaces of a fixed size only (no Text, Sequence, Graph)")
         self.layout = layout
         self.buffers = Buffers(layout, self._crew.allocate(layout.size))
+        self._side: int | None = 0  # which side of the observations was delivered last, if it is the same for all
         for worker in built:
             self._attach(worker)
 
@@ -203,25 +208,84 @@ class Pool:
 
     @property
     def in_flight(self) -> bool:
-        return bool(self._awaited.any())
+        return self._sent and bool(self._awaited.any())
 
     @property
     def awaited(self) -> Any:
         return self._awaited
 
+    def step_all(self) -> bool:
+        """The hot loop: step every slot with the actions in shared memory. True: `deliver_all` has the rows.
+
+        False, where anything unusual happened: the step is under way, and `collect` and `deliver` go on with it.
+        """
+        if self._gone or self._held or self._inbox or any(self._open):
+            self.send_step(None, None)
+            return False
+        number = self._number()
+        crew, left = self._crew, len(self._slots_of)
+        done = [False] * left
+        try:
+            for worker in range(left):
+                crew.ring(worker, number)
+            while left:
+                messages = crew.wait(_WATCH_S)
+                for i, (worker, message) in enumerate(messages):
+                    if message.__class__ is not int:
+                        if not isinstance(message, Reply) or message.faults:
+                            self._inbox.extend(messages[i:])
+                            break
+                        self._take_rows(message)
+                    done[worker] = True
+                    left -= 1
+                else:
+                    if messages:
+                        continue
+                break
+        finally:
+            if left:
+                self._awaited[:] = self._sent = True
+                now = time.monotonic()
+                for worker, slots in enumerate(self._slots_of):
+                    if done[worker]:
+                        self._mark_ready(slots)
+                    else:
+                        self._open[worker][number] = _Ticket("step", slots)
+                        self._watch[worker] = ((), now)
+        return not left
+
+    def deliver_all(self, copy: bool) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """The rows of a `step_all` that went well."""
+        buffers = self.buffers
+        if self._side is None:
+            buffers.side ^= 1
+            self._find_side()
+        else:
+            self._side = 1 - self._side
+            buffers.side.fill(self._side)
+        obs = self._gather(self._everyone, True, copy)
+        terminations, truncations = buffers.terminated.copy(), buffers.truncated.copy()
+        np.logical_or(terminations, truncations, out=self.ended)
+        infos = {}
+        if self._columns:
+            infos = info_columns.batch(self._columns, self.num_envs)
+            self._columns = []
+        if not self._all_proven:
+            self._proven[:] = True
+            self._all_proven = True
+        self._deliveries += 1
+        if self._deliveries % _SLOW_EVERY == 0:
+            self._name_slow()
+        return obs, buffers.reward.copy(), terminations, truncations, infos
+
+    def _find_side(self) -> None:
+        side = self.buffers.side
+        self._side = int(side[0]) if (side == side[0]).all() else None
+
     def send_step(self, slots: list[int] | None, actions: list[Any] | None) -> None:
         """Step these slots (None: all) with the actions in shared memory, or with `actions` as objects."""
-        if slots is None and actions is None and not self._gone and not self._held:
-            self._awaited[:] = True
-            number = self._number()
-            now = time.monotonic()
-            for worker, its_slots in enumerate(self._slots_of):
-                self._open[worker][number] = _Ticket("step", its_slots)
-                self._watch[worker] = ((), now)
-                self._crew.ring(worker, number)
-            return
         chosen = list(range(self.num_envs)) if slots is None else slots
-        self._awaited[chosen] = True
+        self._awaited[chosen] = self._sent = True
         whole: list[list[int]] = [[] for _ in self._slots_of]
         place = {slot: i for i, slot in enumerate(chosen)}
         for slot in chosen:
@@ -235,11 +299,12 @@ class Pool:
                 whole[self._worker_of[slot]].append(slot)
         for worker, its_slots in enumerate(whole):
             if its_slots:
+                its_slots.sort()
                 objects = None if actions is None else [actions[place[slot]] for slot in its_slots]
                 self._post(worker, "step", its_slots, Step(self._number(), its_slots, objects))
 
     def send_reset(self, slots: list[int], seeds: list[int | None], options: dict[str, Any] | None) -> None:
-        self._awaited[slots] = True
+        self._awaited[slots] = self._sent = True
         healthy: list[list[int]] = [[] for _ in self._slots_of]
         for slot, seed in zip(slots, seeds, strict=True):
             self._resetting[slot] = (seed, options)
@@ -316,21 +381,28 @@ class Pool:
     def collect(self, min_rows: int, timeout_s: float | None) -> None:
         """Wait until at least `min_rows` awaited slots have a row."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while self._ready.sum() < min_rows:
+        while self._ready_count < min_rows:
             if deadline is not None and time.monotonic() >= deadline:
                 late = np.flatnonzero(self._awaited & ~self._ready).tolist()
                 workers = sorted({self._worker_of[slot] for slot in late})
                 raise DeadlineError(
-                    f"{int(self._ready.sum())} of {min_rows} rows within {timeout_s} s; awaited: slots {late} of "
+                    f"{self._ready_count} of {min_rows} rows within {timeout_s} s; awaited: slots {late} of "
                     f"workers {workers}. Nothing is lost: call recv() again."
                 )
             self._turn(deadline)
 
+    def _mark_ready(self, slots: list[int]) -> None:
+        if slots:
+            # Consecutive, mostly: a slice is set faster than a list of indices.
+            whole = slots[-1] - slots[0] + 1 == len(slots)
+            self._ready[slice(slots[0], slots[-1] + 1) if whole else slots] = True
+            self._ready_count += len(slots)
+
     def deliver(self, copy: bool) -> Rows:
         """Hand over every row that is ready, ascending by slot."""
         ready, buffers = self._ready, self.buffers
-        everyone = bool(ready.all())
-        slots = np.arange(self.num_envs) if everyone else np.flatnonzero(ready)
+        everyone = self._ready_count == self.num_envs
+        slots = self._everyone if everyone else np.flatnonzero(ready)
         rows: Any = slice(None) if everyone else slots
         lost = {}
         if self._lost_rows or self._columns:
@@ -343,17 +415,25 @@ class Pool:
                 infos = info_columns.batch(parts, len(slots))
         else:
             infos = {}
-        buffers.side[rows] ^= 1
+        if everyone and self._side is not None:
+            self._side = 1 - self._side
+            buffers.side[:] = self._side
+        else:
+            buffers.side[rows] ^= 1
+            self._find_side()
         rewards, terminations = buffers.reward[rows].copy(), buffers.terminated[rows].copy()
         truncations = buffers.truncated[rows].copy()
         obs = self._gather(slots, everyone, copy)
         was_reset = [slot for slot in slots.tolist() if slot in self._resetting] if self._resetting else []
-        if not was_reset and not self._lost_rows and not self._proven.all():
-            self._proven[rows] = True
         self.started[rows] = True
+        if not self._all_proven and not was_reset and not self._lost_rows:
+            self._proven[rows] = True
+            self._all_proven = bool(self._proven.all())
         self.ended[rows] = terminations | truncations
         self._awaited[rows] = False
         self._ready[rows] = False
+        self._ready_count = 0
+        self._sent = bool(self._awaited.any())
         for slot in was_reset:
             del self._resetting[slot]
         self._columns = []
@@ -373,14 +453,13 @@ class Pool:
     def _gather(self, slots: Any, everyone: bool, copy: bool) -> Any:
         side = self.buffers.side
         values: list[Any] = []
-        uniform = everyone and (side == side[0]).all()
         place = -1
         for array in self.buffers.obs:
             if array is None:
                 place += 1
                 values.append(tuple(self._objects[slot][place] for slot in slots.tolist()))
-            elif uniform:
-                values.append(array[side[0]].copy() if copy else array[side[0]])
+            elif everyone and self._side is not None:
+                values.append(array[self._side].copy() if copy else array[self._side])
             else:
                 values.append(array[side[slots], slots])
         return assemble(self.single_observation_space, iter(values))
@@ -395,7 +474,7 @@ class Pool:
         while self._inbox:  # kept across calls: taking a message in may raise, and the next must not be lost
             worker, message = self._inbox.popleft()
             if isinstance(message, int):
-                self._ready[self._open[worker].pop(message).slots] = True
+                self._mark_ready(self._open[worker].pop(message).slots)
             elif isinstance(message, Reply):
                 self._take(worker, message)
             elif isinstance(message, Exit):
@@ -406,10 +485,13 @@ class Pool:
             self._check_recovery()
 
     def _wait(self, deadline: float | None) -> list[tuple[int, Any]]:
-        now = time.monotonic()
-        timeout_s = _WATCH_S if deadline is None else min(_WATCH_S, max(0.0, deadline - now))
-        for when in (*self._due.values(), *self._respawn.values()):
-            timeout_s = min(timeout_s, max(0.001, when - now))
+        timeout_s = _WATCH_S
+        if deadline is not None or self._due or self._respawn:
+            now = time.monotonic()
+            for when in (*self._due.values(), *self._respawn.values()):
+                timeout_s = min(timeout_s, max(0.001, when - now))
+            if deadline is not None:
+                timeout_s = min(timeout_s, max(0.0, deadline - now))
         messages = self._crew.wait(timeout_s)
         if not messages and not self._crew.is_inline:
             self._look_for_hangs()
@@ -424,8 +506,6 @@ class Pool:
         if ticket.kind == "call":
             self._called[reply.request] = reply
             return
-        for slot, objects in reply.objects or ():
-            self._objects[slot] = objects
         failed = {fault.slot for fault in reply.faults}
         good = [slot for slot in reply.slots if slot not in failed]
         if ticket.kind == "rebuild":
@@ -433,12 +513,19 @@ class Pool:
                 self._gone.pop(slot, None)
                 columns = info_columns.select(reply.infos, {slot: slot}) if reply.infos else {}
                 self._rebuilt(slot, columns)
+            for slot, objects in reply.objects or ():
+                self._objects[slot] = objects
         else:
-            self._ready[good] = True
-            if reply.infos:
-                self._columns.append(reply.infos)
+            self._mark_ready(good)
+            self._take_rows(reply)
         for fault in reply.faults:
             self._env_gone(worker, fault)
+
+    def _take_rows(self, reply: Reply) -> None:
+        for slot, objects in reply.objects or ():
+            self._objects[slot] = objects
+        if reply.infos:
+            self._columns.append(reply.infos)
 
     def _env_gone(self, worker: int, fault: Fault) -> None:
         slot = fault.slot
@@ -537,7 +624,7 @@ class Pool:
         buffers.reward[slot] = 0.0
         buffers.terminated[slot] = False
         buffers.truncated[slot] = True
-        self._ready[slot] = True
+        self._mark_ready([slot])
 
     def _rebuilt(self, slot: int, columns: Columns) -> None:
         event = Event("env_rebuilt", "started again", (slot,), incarnation=self._incarnation[slot])
@@ -556,7 +643,7 @@ class Pool:
             self._lost_rows[slot] = self._lost.pop(slot)
             self.buffers.truncated[slot] = True
         self._columns.append(columns)
-        self._ready[slot] = True
+        self._mark_ready([slot])
 
     # -- bringing back ----------------------------------------------------------------------------------------
 
@@ -655,6 +742,7 @@ class Pool:
     def forget(self) -> None:
         self._awaited[:] = False
         self._ready[:] = False
+        self._ready_count = 0
         self._columns, self._lost_rows, self._resetting = [], {}, {}
 
     def stats(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from gymnasium.vector import AutoresetMode
 from clusterenv.errors import ClusterEnvError, SpecError
 from clusterenv.events import emit
 from clusterenv.pool.messages import Close, FrameReader, encode, encode_quick
-from clusterenv.pool.worker import PROGRESS_BYTES
+from clusterenv.pool.worker import BELL, PROGRESS_BYTES
 from clusterenv.spec import Blueprint
 
 __all__ = ["Exit", "ProcessCrew"]
@@ -75,6 +75,7 @@ class ProcessCrew:
         self._slots_of = slots_of
         self._owner = os.getpid()
         self._links: dict[int, _Link] = {}
+        self._losing: dict[int, float] = {}  # closed their channel; the fork server's report is awaited, since when
         self._by_fd: dict[int, int] = {}
         self._poller = select.poll()
         self._control: socket.socket | None = None
@@ -165,6 +166,7 @@ class ProcessCrew:
             return
         try:
             link.sock.send(encode_quick(request))
+            self._ring_bell(index)
         except BlockingIOError:
             self._queue(link, encode_quick(request))
         except ConnectionError:
@@ -172,6 +174,11 @@ class ProcessCrew:
 
     def send(self, index: int, message: Any) -> None:
         self._queue(self._links[index], encode(message))
+        self._ring_bell(index)
+
+    def _ring_bell(self, index: int) -> None:
+        at = index * PROGRESS_BYTES // 4 + BELL
+        self._progress[at] = (self._progress[at] + 1) & 0x7FFF_FFFF
 
     def _queue(self, link: _Link, data: bytes) -> None:
         """Never block: a worker may itself be blocked while it writes a large reply to us."""
@@ -197,7 +204,7 @@ class ProcessCrew:
         events, self._events = self._events, []
         if events:
             timeout_s = 0.0
-        if any(link.lost_at is not None for link in self._links.values()):
+        if self._losing:
             timeout_s = min(timeout_s, 0.1)
         control = self._control.fileno() if self._control is not None else -1
         for fd, what in self._poller.poll(timeout_s * 1000):
@@ -212,8 +219,8 @@ class ProcessCrew:
                 self._push(link)
             if what & (select.POLLIN | select.POLLHUP | select.POLLERR):
                 self._read_worker(index, link, events)
-        for index, link in list(self._links.items()):
-            if link.lost_at is not None and time.monotonic() - link.lost_at > 2.0:
+        for index in list(self._losing):
+            if time.monotonic() - self._losing[index] > 2.0:
                 self._forget(index)
                 events.append((index, Exit("ended for an unknown reason", "")))
         return events
@@ -230,7 +237,7 @@ class ProcessCrew:
                 events.append((index, message))
         elif link.lost_at is None:
             # How it ended is known to the fork server, whose report follows at once.
-            link.lost_at = time.monotonic()
+            link.lost_at = self._losing[index] = time.monotonic()
             self._poller.unregister(link.sock)
             self._tell(("kill", index, False), [])
 
@@ -272,6 +279,7 @@ class ProcessCrew:
 
     def _forget(self, index: int) -> None:
         link = self._links.pop(index)
+        self._losing.pop(index, None)
         del self._by_fd[link.sock.fileno()]
         with contextlib.suppress(KeyError):
             self._poller.unregister(link.sock)

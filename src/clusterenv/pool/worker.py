@@ -39,7 +39,10 @@ from clusterenv.pool.messages import (
 from clusterenv.pool.vector_group import VectorGroup
 from clusterenv.spec import Vector
 
-__all__ = ["PROGRESS_BYTES", "make_group", "run"]
+__all__ = ["BELL", "PROGRESS_BYTES", "make_group", "run"]
+
+BELL = 2
+"""Which progress word the head changes after it sent something: looking at it takes no system call."""
 
 PROGRESS_BYTES = 64
 """Progress words of one worker: a cache line each, so that workers do not share one."""
@@ -100,13 +103,14 @@ def run(
     np.random.seed(int.from_bytes(os.urandom(4), "little"))
 
     group = make_group(makers, mode, check, progress)
+    receiver = _Receiver(channel, progress, spin_s)
     reader = FrameReader()
 
     def send(reply: Any) -> None:
         channel.sendall(encode_quick(reply) if isinstance(reply, int) else encode(reply))
 
     while True:
-        data = _receive(channel, spin_s)
+        data = receiver.receive()
         if not data:
             os._exit(0)
         for message in reader.feed(data):
@@ -131,13 +135,34 @@ def run(
                 os._exit(0)
 
 
-def _receive(channel: socket.socket, spin_s: float) -> bytes:
-    """The next bytes. Waits a moment awake first: waking a halted core costs more than a small batch's head."""
-    if spin_s > 0:
-        end = time.perf_counter() + spin_s
-        while time.perf_counter() < end:
-            try:
-                return channel.recv(1 << 16, socket.MSG_DONTWAIT)
-            except BlockingIOError:
+class _Receiver:
+    """Reads from the channel; waits awake first, because waking a halted core costs more than a small batch's head.
+
+    Where waiting awake was in vain (a learner thinks between two steps), it is given up for a growing number of
+    requests, so that it takes no time from that learner.
+    """
+
+    def __init__(self, channel: socket.socket, bell: memoryview, spin_s: float) -> None:
+        self._channel = channel
+        self._bell = bell
+        self._rung = bell[BELL]
+        self._spin_s = spin_s
+        self._asleep = 0
+        self._misses = 0
+
+    def receive(self) -> bytes:
+        if self._asleep:
+            self._asleep -= 1
+        elif self._spin_s > 0:
+            bell, rung = self._bell, self._rung
+            end = time.perf_counter() + self._spin_s
+            while bell[BELL] == rung and time.perf_counter() < end:
                 os.sched_yield()
-    return channel.recv(1 << 16)
+            if bell[BELL] == rung:
+                self._misses = min(self._misses + 1, 10)
+                self._asleep = (1 << self._misses) - 2  # one miss alone is forgiven
+            else:
+                self._misses = 0
+        data = self._channel.recv(1 << 16)
+        self._rung = self._bell[BELL]
+        return data
