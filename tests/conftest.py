@@ -9,8 +9,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
+
+# The same examples in every run: a failure is a finding of the change at hand, never of the dice.
+hypothesis.settings.register_profile(
+    "ci",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+hypothesis.settings.load_profile("ci")
 
 
 def _descriptors() -> dict[str, str]:

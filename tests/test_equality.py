@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import clusterenv as ce
@@ -102,7 +102,7 @@ def run_both(thunks, mode, workers, seed, steps, resets=()):
     steps=st.integers(1, 12),
     resets=st.sets(st.integers(0, 12), max_size=2),
 )
-@settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=500)
 @pytest.mark.timeout(500)
 def test_equals_sync_vector_env(
     observation_space, action_space, mode, lengths, truncates, info, workers, seed, steps, resets

@@ -153,7 +153,8 @@ def select(columns: Columns, rows: dict[int, int]) -> Columns:
             inner = select(column.values, rows)
             kept[key] = Column(names, inner, "dict")
         elif column.kind == "object":
-            kept[key] = Column(names, [column.values[i] for i in places], "object")
+            # Fewer values may be of one kind after all.
+            kept[key] = _column(key, names, [column.values[i] for i in places])
         else:
             kept[key] = Column(names, column.values[places], column.kind, column.type)
     return kept
