@@ -234,6 +234,48 @@ def test_a_crash_loop_ends_in_a_typed_error(tmp_path, what):
     close_in_time(envs)
 
 
+def test_reset_after_a_crash_loop_starts_again(tmp_path):
+    envs = troubled(tmp_path, "kill", recovery=ce.Recovery(max_restarts=0))
+    envs.reset(seed=0)
+    with pytest.raises(ce.CrashLoopError):
+        for _ in range(5):
+            envs.step(ZEROS)
+    obs, _ = envs.reset(seed=0)
+    assert obs[:, 3].tolist() == [0.0] * N and obs[:, 1].tolist() == [1.0, 1.0, 0.0, 0.0]
+    envs.step(ZEROS)
+    close_in_time(envs)
+
+
+@pytest.mark.parametrize("then", ["send", "reset"])
+def test_a_slot_is_rebuilt_once_whatever_the_user_does_meanwhile(tmp_path, then):
+    """The rebuild of slot 1 is under way while other slots are received, and then slot 1 is asked for."""
+
+    class SlowToMake(Trouble):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            time.sleep(0.3 if self.life else 0)
+
+    memory = str(tmp_path / "lives")
+    thunks = [lambda i=i: SlowToMake(i, "raise" if i == 1 else None, memory=memory) for i in range(N)]
+    envs = ce.ClusterEnv(thunks, backend=ce.Local(workers=4))
+    envs.reset(seed=0)
+    for _ in range(3):
+        *_, infos = envs.step(ZEROS)
+    assert not infos["transition_valid"][1]
+    envs.send([0, 0], [2, 3])
+    envs.recv()
+    if then == "send":
+        envs.send([0], [1])
+        obs, *_ = envs.recv()
+    else:
+        obs = envs.reset(seed=0)[0][1:2]
+    assert obs[0, 0] == 1 and obs[0, 3] == 0
+    obs, *_ = envs.step(ZEROS)
+    assert obs[1].tolist()[3] == 1
+    assert envs.stats()["incarnations"].tolist() == [0, 1, 0, 0]
+    close_in_time(envs)
+
+
 def test_no_replacement_in_time_raises_with_the_good_rows(tmp_path):
     recovery = ce.Recovery(backoff_s=(30.0, 60.0), recovery_timeout_s=0.3)
     envs = troubled(tmp_path, "raise", always=True, at=1, recovery=recovery)

@@ -108,8 +108,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             if not self._was_reset and not mask.all():
                 raise UsageError("the first reset() must be of all environments: leave reset_mask out")
         pool = self._pool
-        if pool.in_flight or self._stepping:
-            pool.drain()
+        pool.drain()
         self._stepping = False
         pool.set_seed_base(bases)
         slots = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()

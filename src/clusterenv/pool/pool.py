@@ -119,6 +119,7 @@ class Pool:
         self._lost_rows: dict[int, str] = {}  # told in the coming delivery
         self._held: dict[int, Columns] = {}  # first rows of new incarnations that nobody awaits yet
         self._due: dict[int, float] = {}  # slots to rebuild, and when
+        self._rebuilding: set[int] = set()  # asked of a worker, not answered yet
         self._until: dict[int, float] = {}  # backoff: not before
         self._respawn: dict[int, float] = {}  # workers to start again, and when
         self._called: dict[int, Reply] = {}
@@ -293,8 +294,9 @@ class Pool:
                 self._finish_rebuilt(slot, self._held.pop(slot))
             elif slot in self._lost and self.mode is not AutoresetMode.SAME_STEP:
                 self._tell_loss(slot)
-            elif slot in self._gone:
-                self._due.setdefault(slot, self._until[slot])  # awaited: its first row, or the reset row
+            elif slot in self._gone:  # awaited: its first row, or the reset row
+                if slot not in self._rebuilding:
+                    self._due.setdefault(slot, self._until[slot])
             else:
                 whole[self._worker_of[slot]].append(slot)
         for worker, its_slots in enumerate(whole):
@@ -509,6 +511,7 @@ class Pool:
         failed = {fault.slot for fault in reply.faults}
         good = [slot for slot in reply.slots if slot not in failed]
         if ticket.kind == "rebuild":
+            self._rebuilding -= set(reply.slots)
             for slot in good:
                 self._gone.pop(slot, None)
                 columns = info_columns.select(reply.infos, {slot: slot}) if reply.infos else {}
@@ -576,10 +579,11 @@ class Pool:
             self._gone.setdefault(its, now)
             self._until[its] = now
             self._due.pop(its, None)
+            self._rebuilding.discard(its)
+        self._respawn[worker] = now  # whatever is raised below, a later reset() finds the worker
         if at_fault is not None and not self._proven[at_fault]:
             self._awaited[slots] = False
             self.started[slots] = False
-            self._respawn[worker] = now
             raise WorkerLostError(
                 f"{reason} in {PHASES[phase]}() of slot {at_fault}, before its first successful step"
                 f"{_quote(exit.tail)}",
@@ -684,6 +688,7 @@ class Pool:
                 options,
                 [self._stickies[slot] for slot in slots],
             )
+            self._rebuilding |= set(slots)
             self._post(worker, "rebuild", slots, message)
 
     def _check_recovery(self) -> None:
