@@ -158,6 +158,26 @@ def test_checks_can_be_turned_off():
         assert rewards.tolist() == [5.0]
 
 
+class Huge(Trouble):
+    observation_space = spaces.Box(-np.inf, np.inf, (4,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        return np.full(4, 3e38, np.float32), {}
+
+    def step(self, action):
+        return np.full(4, -3e38, np.float32), 1e308, False, False, {}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_huge_numbers_are_no_fault(workers):
+    with ce.ClusterEnv(Huge, 2, backend=ce.Local(workers=workers)) as envs:
+        envs.reset()
+        for _ in range(2):
+            obs, rewards, _, truncations, infos = envs.step([0, 1])
+            assert (obs == np.float32(-3e38)).all() and (rewards == 1e308).all()
+            assert not truncations.any() and infos == {} and envs.events() == ()
+
+
 def test_calls_at_the_wrong_moment(envs):
     with pytest.raises(ce.UsageError, match=r"step\(\) before reset"):
         envs.step([0] * 4)
