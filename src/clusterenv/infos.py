@@ -76,7 +76,7 @@ def batch(parts: Sequence[Columns], size: int) -> dict[str, Any]:
     for key, columns in joined.items():
         mask = np.zeros(size, dtype=np.bool_)
         for column in columns:
-            mask[column.rows] = True
+            mask[_index(column.rows)] = True
         infos[key] = _join(key, columns, size)
         infos[f"_{key}"] = mask
     return infos
@@ -93,8 +93,13 @@ def _join(key: str, columns: list[Column], size: int) -> Any:
     first = columns[0].values
     out = np.zeros((size, *first.shape[1:]), dtype=first.dtype)
     for column in columns:
-        out[column.rows] = column.values
+        out[_index(column.rows)] = column.values
     return out
+
+
+def _index(rows: list[int]) -> slice | list[int]:
+    """Rows ascend; where none is missing a slice does, which numpy takes many times faster than a list."""
+    return slice(rows[0], rows[-1] + 1) if rows and rows[-1] - rows[0] + 1 == len(rows) else rows
 
 
 def _alike(columns: list[Column]) -> bool:

@@ -29,7 +29,13 @@ __all__ = ["Gymnasium029", "make"]
 def make(env: Any, num_envs: int | None = None, **kwargs: Any) -> Gymnasium029:
     """`ClusterEnv(env, num_envs, **kwargs)` as Gymnasium 0.29 would have shown it.
 
-    >>> envs = make([lambda: gym.make("CartPole-v1")] * 8, backend=Slurm(nodes=2))  # doctest: +SKIP
+    >>> import gymnasium as gym
+    >>> envs = make([lambda: gym.make("CartPole-v1", max_episode_steps=1)] * 2)
+    >>> _ = envs.reset(seed=0)
+    >>> *_, infos = envs.step([0, 1])
+    >>> infos["final_observation"][0].shape
+    (4,)
+    >>> envs.close()
     """
     return Gymnasium029(ClusterEnv(env, num_envs, autoreset_mode=AutoresetMode.SAME_STEP, **kwargs))
 
@@ -43,8 +49,6 @@ class Gymnasium029(VectorWrapper):
 
     The single spaces are copies, because scripts assign to them (`single_observation_space.dtype = ...`), and
     `reset(seed=...)` seeds the single action space, from which scripts draw their exploration.
-
-    >>> envs = Gymnasium029(SyncVectorEnv(fns, autoreset_mode=AutoresetMode.SAME_STEP))  # doctest: +SKIP
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:

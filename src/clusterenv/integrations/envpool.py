@@ -39,7 +39,10 @@ def envpool(task_id: str, *, num_threads: int = 1, info_keys: Sequence[str] = ()
     Only the infos of `info_keys` leave the worker: EnvPool has some in every step (`elapsed_step`, Atari's
     128 bytes of `ram`), and carrying them can cost as much as the stepping.
 
-    >>> ClusterEnv(envpool("Pong-v5", info_keys=["lives"], stack_num=4), num_envs=256)  # doctest: +SKIP
+    >>> from clusterenv import ClusterEnv
+    >>> with ClusterEnv(envpool("CartPole-v1", max_episode_steps=200), num_envs=8) as envs:
+    ...     envs.reset(seed=1)[0].shape
+    (8, 4)
     """
     if taken := sorted(_OURS & kwargs.keys()):
         raise SpecError(f"{', '.join(taken)}: set by ClusterEnv for every worker; leave it out of envpool(...)")
@@ -69,8 +72,6 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
 
     Autoreset is EnvPool's: `NEXT_STEP`. EnvPool takes seeds only when it is built, so a `reset` with seeds
     rebuilds the pool; without seeds it continues the random streams. Seeds are taken modulo 2**31.
-
-    >>> envs = EnvPoolVectorEnv("CartPole-v1", 8, seeds=range(8))  # doctest: +SKIP
     """
 
     def __init__(

@@ -40,7 +40,10 @@ def make_sb3(env: Any, num_envs: int | None = None, *, monitor: bool = True, **k
     As SB3's `make_vec_env`, it records the episodes' returns and lengths, unless the environments have SB3's
     `Monitor` already or `monitor=False`.
 
-    >>> envs = make_sb3("CartPole-v1", num_envs=64, backend=Slurm(nodes=4))  # doctest: +SKIP
+    >>> envs = make_sb3("CartPole-v1", num_envs=4)
+    >>> envs.reset().shape
+    (4, 4)
+    >>> envs.close()
     """
     envs = SB3VecEnv(ClusterEnv(env, num_envs, autoreset_mode=AutoresetMode.SAME_STEP, **kwargs))
     if monitor and not any(envs.env_is_wrapped(Monitor)):
@@ -54,7 +57,10 @@ class SB3VecEnv(VecEnv):
     Where a worker was lost, the step's info has `transition_valid=False`, and `terminal_observation` is the
     last observation that arrived: SB3 bootstraps there, as at a time limit, and never joins two episodes.
 
-    >>> SB3VecEnv(ClusterEnv("CartPole-v1", 8, autoreset_mode=AutoresetMode.SAME_STEP))  # doctest: +SKIP
+    >>> envs = SB3VecEnv(ClusterEnv("CartPole-v1", 2, autoreset_mode=AutoresetMode.SAME_STEP))
+    >>> envs.num_envs
+    2
+    >>> envs.close()
     """
 
     def __init__(self, envs: VectorEnv[Any, Any, Any]) -> None:

@@ -178,8 +178,11 @@ class VectorGroup:
             if key.startswith("_") and key[1:] in infos:
                 continue
             mask = infos.get(f"_{key}")
-            places = np.arange(len(self._slots)) if mask is None else np.flatnonzero(mask)
-            rows = [self._slots[i] for i in places]
+            places: Any = slice(None)
+            rows = self._slots
+            if mask is not None and not np.all(mask):
+                places = np.flatnonzero(mask)
+                rows = [self._slots[i] for i in places]
             if isinstance(value, dict):
                 columns[key] = Column(rows, self._columns(value), "dict")
                 continue
