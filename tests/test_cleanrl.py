@@ -15,13 +15,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import clusterenv
 from clusterenv.errors import ClusterEnvError
 from clusterenv.integrations import cleanrl
-
-torch = pytest.importorskip("torch")
 
 LOCAL = clusterenv.Local(workers=2)
 SHORT = 12  # most random episodes of CartPole last longer, some do not

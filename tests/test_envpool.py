@@ -15,8 +15,6 @@ import clusterenv
 from clusterenv.errors import ClusterEnvError
 from clusterenv.integrations.envpool import EnvPoolVectorEnv, envpool
 
-pytest.importorskip("envpool")
-
 NUM_ENVS = 6
 
 

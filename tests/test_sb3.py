@@ -11,18 +11,15 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import stable_baselines3 as sb3
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
 
 import clusterenv
 from clusterenv.errors import ClusterEnvError
-
-sb3 = pytest.importorskip("stable_baselines3")
-
-from stable_baselines3.common.evaluation import evaluate_policy  # noqa: E402
-from stable_baselines3.common.monitor import Monitor  # noqa: E402
-from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor  # noqa: E402
-
-from clusterenv.integrations.sb3 import SB3VecEnv, make_sb3  # noqa: E402
+from clusterenv.integrations.sb3 import SB3VecEnv, make_sb3
 
 NUM_ENVS = 3
 SHORT = 12  # most random episodes of CartPole end past it, some before
@@ -157,7 +154,6 @@ def test_wrappers_are_found() -> None:
 
 def test_images() -> None:
     with ours_and_theirs() as (ours, theirs):
-        pytest.importorskip("pygame")
         for envs in (ours, theirs):
             envs.seed(1)
             envs.reset()

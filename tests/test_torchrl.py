@@ -6,14 +6,11 @@ from typing import Any
 
 import gymnasium as gym
 import pytest
+import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from torchrl.envs import GymWrapper
 
 import clusterenv
-
-torchrl = pytest.importorskip("torchrl")
-
-import torch  # noqa: E402
-from torchrl.envs import GymWrapper  # noqa: E402
 
 NUM_ENVS = 4
 
