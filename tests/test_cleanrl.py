@@ -5,7 +5,6 @@ The learners here are cut down to a few lines, but call `envs` where and how Cle
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from contextlib import closing
@@ -21,6 +20,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 import clusterenv
 from clusterenv.errors import ClusterEnvError
 from clusterenv.integrations import cleanrl
+from toys import DiesOnce
 
 LOCAL = clusterenv.Local(workers=2)
 SHORT = 12  # most random episodes of CartPole last longer, some do not
@@ -83,22 +83,6 @@ def test_other_autoreset_modes_are_refused() -> None:
         pytest.raises(ClusterEnvError, match=r"autoreset_mode=AutoresetMode\.SAME_STEP"),
     ):
         cleanrl.Gymnasium029(envs)
-
-
-class DiesOnce(gym.Wrapper[Any, Any, Any, Any]):
-    """Takes its worker down in the third step, unless it has done so before."""
-
-    def __init__(self, env: gym.Env[Any, Any], marker: Path) -> None:
-        super().__init__(env)
-        self.marker = marker
-        self.steps = 0
-
-    def step(self, action: Any) -> Any:
-        self.steps += 1
-        if self.steps == 3 and not self.marker.exists():
-            self.marker.touch()
-            os._exit(1)
-        return super().step(action)
 
 
 def test_a_lost_worker_has_a_last_observation_and_no_episode(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
 import clusterenv
 from clusterenv.errors import ClusterEnvError
 from clusterenv.integrations.sb3 import SB3VecEnv, make_sb3
+from toys import DiesOnce
 
 NUM_ENVS = 3
 SHORT = 12  # most random episodes of CartPole end past it, some before
@@ -168,22 +168,6 @@ def test_other_autoreset_modes_are_refused(mode: AutoresetMode) -> None:
     with pytest.raises(ClusterEnvError, match=r"autoreset_mode=AutoresetMode\.SAME_STEP"):
         SB3VecEnv(envs)
     envs.close()
-
-
-class DiesOnce(gym.Wrapper[Any, Any, Any, Any]):
-    """Takes its worker down in the third step, unless it has done so before."""
-
-    def __init__(self, env: gym.Env[Any, Any], marker: Path) -> None:
-        super().__init__(env)
-        self.marker = marker
-        self.steps = 0
-
-    def step(self, action: Any) -> Any:
-        self.steps += 1
-        if self.steps == 3 and not self.marker.exists():
-            self.marker.touch()
-            os._exit(1)
-        return super().step(action)
 
 
 def test_a_lost_worker_is_a_time_limit_and_no_episode(tmp_path: Path) -> None:

@@ -315,12 +315,14 @@ def test_a_vector_factory_that_breaks_is_made_again(tmp_path):
 
     with ce.ClusterEnv(ce.Vector(factory), 2, backend=ce.Local(workers=1)) as envs:
         envs.reset(seed=0)
+        envs.set_attr("mood", ["a", "b"])
         for _ in range(2):
             envs.step([0, 0])
         *_, truncations, infos = envs.step([0, 0])
         assert truncations.all() and not infos["transition_valid"].any()
         obs, *_ = envs.step([0, 0])
         assert obs[:, 3].tolist() == [0, 0] and obs[:, 1].tolist() == [1, 1]
+        assert envs.get_attr("mood") == ("a", "b"), "each slot's own value, set again"
 
 
 # -- the package ------------------------------------------------------------------------------------------------

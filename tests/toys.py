@@ -165,3 +165,19 @@ class Trouble(gym.Env):
             ctypes.PyDLL(None).sleep(1000)
         if self.what == "slow":
             time.sleep(0.05)
+
+
+class DiesOnce(gym.Wrapper):
+    """Takes its worker down in the third step, unless it has done so before."""
+
+    def __init__(self, env: gym.Env, marker: Path) -> None:
+        super().__init__(env)
+        self.marker = marker
+        self.steps = 0
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        if self.steps == 3 and not self.marker.exists():
+            self.marker.touch()
+            os._exit(1)
+        return super().step(action)

@@ -23,7 +23,7 @@ from clusterenv.events import Event, EventLog
 from clusterenv.infos import Columns
 from clusterenv.pool.group import PHASES
 from clusterenv.pool.inline import InlineCrew
-from clusterenv.pool.layout import Buffers, assemble, make_layout
+from clusterenv.pool.layout import Buffers, assemble, flatten, make_layout
 from clusterenv.pool.messages import (
     Attach,
     Build,
@@ -778,8 +778,6 @@ class Pool:
 
 
 def _first(space: Space[Any], batch: Any) -> Any:
-    from clusterenv.pool.layout import flatten
-
     return assemble(space, iter([values[0] for values in flatten(space, batch)]))
 
 

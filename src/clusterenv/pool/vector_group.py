@@ -53,7 +53,7 @@ class VectorGroup:
             [],
         )
 
-    def _make(self, seeds: list[int], stickies: list[Sticky]) -> None:
+    def _make(self, seeds: list[int], stickies: list[list[Sticky]]) -> None:
         self._at[0], self._at[1] = self._slots[0], INIT
         venv = self._vector.fn(len(self._slots), list(seeds))
         if not isinstance(venv, VectorEnv):
@@ -67,11 +67,13 @@ class VectorGroup:
                 "leave autoreset_mode out, or make the vector environment with that mode"
             )
         self._venv = venv
-        for sticky in stickies:
+        many: Any = venv  # `call` and `set_attr` are Gymnasium's habit, not part of VectorEnv's declared face
+        for each in zip(*stickies, strict=True):  # every slot has the same ones, with values of its own
+            sticky = each[0]
             if sticky.is_call:
-                venv.call(sticky.name, *sticky.args, **sticky.kwargs)  # type: ignore[attr-defined]
+                many.call(sticky.name, *sticky.args, **sticky.kwargs)
             else:
-                venv.set_attr(sticky.name, sticky.args[0])  # type: ignore[attr-defined]
+                many.set_attr(sticky.name, [its.args[0] for its in each])
 
     def attach(self, buffers: Buffers, observation_space: Any, action_space: Any) -> None:
         self._buffers = buffers
@@ -109,7 +111,7 @@ class VectorGroup:
                 self.close()
                 self._incarnation = request.incarnations[0]
                 seeds = [0 if seed is None else seed for seed in request.seeds]
-                self._make(seeds, request.stickies[0])
+                self._make(seeds, request.stickies)
             phase = RESET
             self._at[0], self._at[1] = self._slots[0], RESET
             venv = self._venv
