@@ -192,6 +192,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    # Tuples, one entry per environment, as Gymnasium's own vector environments return them against their base class.
     @property  # type: ignore[misc]
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
         """The generator of every environment."""

@@ -180,9 +180,10 @@ class EnvGroup:
         infos: list[tuple[int, dict[str, Any]]] = []
         objects: list[tuple[int, list[Any]]] = []
         faults: list[Fault] = []
-        block: list[Any] | None = None
-        if flush is None and self._write_block is not None and sides.count(sides[0]) == len(sides):
-            block = []
+        # All rows at once where that is possible: one call of numpy instead of one per environment.
+        at_once = flush is None and sides.count(sides[0]) == len(sides)
+        write_block = self._write_block if at_once else None
+        block: list[Any] = []
         flushed, flushed_at = 0, time.perf_counter() if flush else 0.0
         at[1] = STEP
 
@@ -208,7 +209,7 @@ class EnvGroup:
                         ended[k] = True
                         if same_step:
                             obs, info = self._restart(k, slot, sides[i], obs, info)
-                if block is not None:
+                if write_block is not None:
                     block.append(obs)
                 else:
                     extra = write(sides[i], slot, obs)
@@ -226,7 +227,7 @@ class EnvGroup:
                 infos, objects, faults = [], [], []
                 flushed, flushed_at = i + 1, time.perf_counter()
 
-        if block is not None and (len(block) != len(slots) or not self._write_block(sides[0], block)):  # type: ignore[misc]
+        if write_block is not None and (len(block) != len(slots) or not write_block(sides[0], block)):
             self._write_each(slots, sides[0], block, faults)
         done = slots[flushed:]
         self._check_rows(done, rows if not flushed else done, sides[flushed:], faults)
@@ -261,7 +262,8 @@ class EnvGroup:
         # Copied: an environment may keep its last action, and the head overwrites the shared one.
         blocks = [array[rows].copy() for array in self._buffers.actions]
         if self._one_action_leaf:
-            return blocks[0]  # type: ignore[no-any-return]
+            only: Iterable[Any] = blocks[0]
+            return only
         batch = assemble(self._action_space, iter(blocks))
         return iterate(self._batch_space, batch)  # type: ignore[arg-type]
 
