@@ -18,7 +18,7 @@ from clusterenv.spec import Blueprint
 
 __all__ = ["Local"]
 
-_SPIN_S = 200e-6
+_SPIN_S = 600e-6
 
 
 @dataclass(frozen=True)

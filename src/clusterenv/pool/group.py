@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, iterate
 
 from clusterenv import infos as info_columns
-from clusterenv.pool.layout import Buffers, all_finite, assemble, bad_rows, block_writer, leaves_of, row_writer
+from clusterenv.pool.layout import Buffers, assemble, bad_rows, block_writer, finite_checker, leaves_of, row_writer
 from clusterenv.pool.messages import (
     Build,
     Built,
@@ -61,11 +61,11 @@ class EnvGroup:
         self._first = 0
         self._envs: list[Any] = []
         self._steps: list[Callable[[Any], Any]] = []
-        self._timed: list[Callable[[Any], Any]] = []
         self._ended: list[bool] = []  # NEXT_STEP: the next step of this environment is a reset
         self._seeds: list[int | None] = []
         self._incarnations: list[int] = []
-        self._taken: list[int] = []  # steps into the running episode
+        self._clock = 0  # whole steps of all environments
+        self._began: list[int] = []  # by the clock, when each episode began: a fault names its step
         self._ticks = 0
 
     # -- building ---------------------------------------------------------------------------------------------
@@ -76,11 +76,10 @@ class EnvGroup:
         count = len(slots)
         self._envs = [None] * count
         self._steps = [_gone] * count
-        self._timed = [_gone] * count
         self._ended = [False] * count
         self._seeds = [None] * count
         self._incarnations = [0] * count
-        self._taken = [0] * count
+        self._began = [0] * count
         if not request.make:
             return Built(request.request, None, None, {}, None, None, None, [])
         for slot in slots:
@@ -111,23 +110,11 @@ class EnvGroup:
         env = self._makers[slot]()
         self._envs[k] = env
         self._steps[k] = env.step
-        self._timed[k] = self._timed_step(slot, env.step)
         for sticky in stickies:
             if sticky.is_call:
                 env.get_wrapper_attr(sticky.name)(*sticky.args, **sticky.kwargs)
             else:
                 env.set_wrapper_attr(sticky.name, sticky.args[0])
-
-    def _timed_step(self, slot: int, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def timed(action: Any) -> Any:
-            start = time.perf_counter()
-            result = step(action)
-            elapsed = time.perf_counter() - start
-            pace = self._buffers.pace_s
-            pace[slot] = elapsed if pace[slot] == 0.0 else 0.75 * pace[slot] + 0.25 * elapsed
-            return result
-
-        return timed
 
     def attach(self, buffers: Buffers, observation_space: Any, action_space: Any) -> None:
         self._buffers = buffers
@@ -139,101 +126,137 @@ class EnvGroup:
         self._all = list(range(first, last))
         self._rows = slice(first, last)
         self._write_block = block_writer(observation_space, buffers, self._rows)
-        self._reward: Any = memoryview(buffers.reward)
+        self._finite = finite_checker(buffers, self._rows)
+        self._reward: Any = memoryview(buffers.reward)  # set faster than an element of an array
+        self._reward_rows = buffers.reward[self._rows]
+        self._terminated_rows, self._truncated_rows = buffers.terminated[self._rows], buffers.truncated[self._rows]
+        self._side_bytes = memoryview(buffers.side)[self._rows]
+        self._all_old, self._all_new = bytes(len(self._all)), bytes([1]) * len(self._all)
         self._batch_space = batch_space(self._action_space, len(self._envs)) if self._shared_actions else None
 
     # -- the hot loop -----------------------------------------------------------------------------------------
 
     def step_all(self, request: int) -> Reply | None:
         """Step every environment; None stands for "nothing but rows"."""
-        return self._step(request, self._all, self._rows, self._actions(self._rows), None)
-
-    def step(self, request: Step, flush: Callable[[Reply], None]) -> Reply:
-        slots = request.slots
-        actions = request.actions if request.actions is not None else self._actions(slots)
-        reply = self._step(request.request, slots, slots, actions, flush)
-        return reply or Reply(request.request, slots)
-
-    def _step(
-        self,
-        request: int,
-        slots: list[int],
-        rows: slice | list[int],
-        actions: Iterable[Any],
-        flush: Callable[[Reply], None] | None,
-    ) -> Reply | None:
-        buffers, first, at, write, reward_out = (
-            self._buffers,
-            self._first,
-            self._at,
-            self._write,
-            self._reward,
-        )
-        terminated_out, truncated_out = buffers.terminated, buffers.truncated
-        ended, taken = self._ended, self._taken
-        next_step, same_step = self._mode is AutoresetMode.NEXT_STEP, self._mode is AutoresetMode.SAME_STEP
-        sides = (1 - buffers.side[rows]).tolist()
-        terminated_out[rows] = False
-        truncated_out[rows] = False
         self._ticks += 1
-        steps = self._steps if self._ticks % _TIMED_EVERY else self._timed
-        infos: list[tuple[int, dict[str, Any]]] = []
-        objects: list[tuple[int, list[Any]]] = []
-        faults: list[Fault] = []
-        # All rows at once where that is possible: one call of numpy instead of one per environment.
-        at_once = flush is None and sides.count(sides[0]) == len(sides)
-        write_block = self._write_block if at_once else None
-        block: list[Any] = []
-        flushed, flushed_at = 0, time.perf_counter() if flush else 0.0
-        at[1] = STEP
+        sides = self._side_bytes.tobytes()
+        if sides == self._all_old:
+            side: int | None = 1
+        else:
+            side = 0 if sides == self._all_new else None
+        if side is None or self._write_block is None or self._ticks % _TIMED_EVERY == 0:
+            return self._step(request, self._all, self._actions(self._rows), None)
 
-        for i, action in enumerate(actions):
-            slot = slots[i]
-            k = slot - first
+        at, reward_out, first = self._at, self._reward, self._first
+        ended, began, clock = self._ended, self._began, self._clock
+        next_step, same_step = self._mode is AutoresetMode.NEXT_STEP, self._mode is AutoresetMode.SAME_STEP
+        self._terminated_rows.fill(False)
+        self._truncated_rows.fill(False)
+        infos: list[tuple[int, dict[str, Any]]] = []
+        faults: list[Fault] = []
+        block: list[Any] = []
+        add = block.append
+        at[1] = STEP
+        for slot, over, step, action in zip(self._all, ended, self._steps, self._actions(self._rows), strict=True):
             at[0] = slot
             try:
-                if next_step and ended[k]:
+                if over:
                     at[1] = RESET
+                    k = slot - first
                     obs, info = self._envs[k].reset()
                     reward_out[slot] = 0.0
                     ended[k] = False
-                    taken[k] = 0
+                    began[k] = clock + 1
                     at[1] = STEP
                 else:
-                    obs, reward, terminated, truncated, info = steps[k](action)
-                    reward_out[slot] = reward
-                    taken[k] += 1
+                    obs, reward_out[slot], terminated, truncated, info = step(action)
                     if terminated or truncated:
-                        terminated_out[slot] = terminated
-                        truncated_out[slot] = truncated
-                        ended[k] = True
-                        if same_step:
-                            obs, info = self._restart(k, slot, sides[i], obs, info)
-                if write_block is not None:
-                    block.append(obs)
+                        self._terminated_rows[slot - first] = terminated
+                        self._truncated_rows[slot - first] = truncated
+                        if next_step:
+                            ended[slot - first] = True
+                        elif same_step:
+                            obs, info = self._restart(slot - first, slot, side, obs, info, clock + 1)
+                add(obs)
+                if info:
+                    infos.append((slot, info))
+            except _Caught as error:
+                faults.append(self._fault(slot, at[1], error))
+                at[1] = STEP
+        self._clock = clock + 1
+
+        if len(block) != len(ended) or not self._write_block(side, block):
+            self._write_each(self._all, side, block, faults)
+        if self._check and not self._finite(side):
+            self._check_rows(self._all, [side] * len(ended), faults)
+        if not infos and not faults:
+            return None
+        return self._reply(request, self._all, infos, [], faults)
+
+    def step(self, request: Step, flush: Callable[[Reply], None]) -> Reply:
+        """Step some environments; rows that are done before a slow one go out by `flush`."""
+        slots = request.slots
+        actions = request.actions if request.actions is not None else self._actions(slots)
+        return self._step(request.request, slots, actions, flush) or Reply(request.request, slots)
+
+    def _step(
+        self, request: int, slots: list[int], actions: Iterable[Any], flush: Callable[[Reply], None] | None
+    ) -> Reply | None:
+        """`step_all` for any slots, any space and any sides, and timed: the same rows, a little slower."""
+        buffers, at, first, clock = self._buffers, self._at, self._first, self._clock
+        sides = (1 - buffers.side[slots]).tolist()
+        buffers.terminated[slots] = False
+        buffers.truncated[slots] = False
+        infos: list[tuple[int, dict[str, Any]]] = []
+        objects: list[tuple[int, list[Any]]] = []
+        faults: list[Fault] = []
+        flushed, flushed_at = 0, time.perf_counter()
+        at[1] = STEP
+        for i, (slot, side, action) in enumerate(zip(slots, sides, actions, strict=True)):
+            k = slot - first
+            at[0] = slot
+            try:
+                if self._ended[k]:
+                    at[1] = RESET
+                    obs, info = self._envs[k].reset()
+                    buffers.reward[slot] = 0.0
+                    self._ended[k] = False
+                    self._began[k] = clock
+                    at[1] = STEP
                 else:
-                    extra = write(sides[i], slot, obs)
-                    if extra:
-                        objects.append((slot, extra))
+                    start = time.perf_counter()
+                    obs, reward, terminated, truncated, info = self._steps[k](action)
+                    self._note_pace(slot, time.perf_counter() - start)
+                    buffers.reward[slot] = reward
+                    self._began[k] -= 1  # one step further from where it began
+                    if terminated or truncated:
+                        buffers.terminated[slot] = terminated
+                        buffers.truncated[slot] = truncated
+                        if self._mode is AutoresetMode.NEXT_STEP:
+                            self._ended[k] = True
+                        elif self._mode is AutoresetMode.SAME_STEP:
+                            obs, info = self._restart(k, slot, side, obs, info, clock)
+                extra = self._write(side, slot, obs)
+                if extra:
+                    objects.append((slot, extra))
                 if info:
                     infos.append((slot, info))
             except _Caught as error:
                 faults.append(self._fault(slot, at[1], error))
                 at[1] = STEP
             if flush and i + 1 < len(slots) and time.perf_counter() - flushed_at > _FLUSH_AFTER_S:
-                done = slots[flushed : i + 1]
-                self._check_rows(done, done, sides[flushed : i + 1], faults)
-                flush(self._reply(request, done, infos, objects, faults, last=False))
+                self._check_rows(slots[flushed : i + 1], sides[flushed : i + 1], faults)
+                flush(self._reply(request, slots[flushed : i + 1], infos, objects, faults, last=False))
                 infos, objects, faults = [], [], []
                 flushed, flushed_at = i + 1, time.perf_counter()
-
-        if write_block is not None and (len(block) != len(slots) or not write_block(sides[0], block)):
-            self._write_each(slots, sides[0], block, faults)
-        done = slots[flushed:]
-        self._check_rows(done, rows if not flushed else done, sides[flushed:], faults)
+        self._check_rows(slots[flushed:], sides[flushed:], faults)
         if flush is None and not infos and not objects and not faults:
             return None
-        return self._reply(request, done, infos, objects, faults)
+        return self._reply(request, slots[flushed:], infos, objects, faults)
+
+    def _note_pace(self, slot: int, elapsed_s: float) -> None:
+        pace = self._buffers.pace_s
+        pace[slot] = elapsed_s if pace[slot] == 0.0 else 0.75 * pace[slot] + 0.25 * elapsed_s
 
     def _write_each(self, slots: list[int], side: int, block: list[Any], faults: list[Fault]) -> None:
         """Row by row, where the block could not be written at once: somebody failed, or returned something odd."""
@@ -244,7 +267,9 @@ class EnvGroup:
             except ValueError as error:
                 faults.append(self._fault(slot, STEP, error))
 
-    def _restart(self, k: int, slot: int, side: int, obs: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _restart(
+        self, k: int, slot: int, side: int, obs: Any, info: dict[str, Any], clock: int
+    ) -> tuple[Any, dict[str, Any]]:
         """SAME_STEP: the episode's last observation and info go beside, the new episode's first take its row."""
         if self._check:
             self._write(side, slot, obs)
@@ -254,8 +279,7 @@ class EnvGroup:
         self._at[1] = RESET
         new_obs, new_info = self._envs[k].reset()
         self._at[1] = STEP
-        self._ended[k] = False
-        self._taken[k] = 0
+        self._began[k] = clock
         return new_obs, {"final_obs": obs, "final_info": info, **new_info}
 
     def _actions(self, rows: slice | list[int]) -> Iterable[Any]:
@@ -267,28 +291,18 @@ class EnvGroup:
         batch = assemble(self._action_space, iter(blocks))
         return iterate(self._batch_space, batch)  # type: ignore[arg-type]
 
-    def _check_rows(self, slots: list[int], rows: slice | list[int], sides: list[int], faults: list[Fault]) -> None:
+    def _check_rows(self, slots: list[int], sides: list[int], faults: list[Fault]) -> None:
         """Turn rows with values that nobody should learn from into faults, by name."""
         if not self._check or not slots:
             return
         buffers = self._buffers
-        if isinstance(rows, slice) and sides.count(sides[0]) == len(sides):
-            wrong = [(slots[i], text) for i, text in bad_rows(buffers, sides[0], rows)]
-            rewards = buffers.reward[rows]
-            if not wrong and all_finite(rewards):
-                return
         wrong = []
         for side in (0, 1):
-            if side not in sides:
-                continue
-            if sides.count(side) == len(sides):
-                wrong += [(slots[i], text) for i, text in bad_rows(buffers, side, rows)]
-            else:
-                part = [slot for slot, s in zip(slots, sides, strict=True) if s == side]
+            part = [slot for slot, its in zip(slots, sides, strict=True) if its == side]
+            if part:
                 wrong += [(part[i], text) for i, text in bad_rows(buffers, side, part)]
-        rewards = buffers.reward[rows]
-        if not np.isfinite(rewards).all():
-            wrong += [(slots[i], f"reward is {rewards[i]}") for i in np.flatnonzero(~np.isfinite(rewards))]
+        rewards = buffers.reward[slots]
+        wrong += [(slots[i], f"reward is {rewards[i]}") for i in np.flatnonzero(~np.isfinite(rewards))]
         failed = {fault.slot for fault in faults}
         for slot, text in wrong:
             if slot not in failed:
@@ -322,7 +336,7 @@ class EnvGroup:
                     self._seeds[k] = seed
                 obs, info = self._envs[k].reset(seed=seed, options=request.options)
                 self._ended[k] = False
-                self._taken[k] = 0
+                self._began[k] = self._clock
                 extra = self._write(1 - int(buffers.side[slot]), slot, obs)
                 if info:
                     infos.append((slot, info))
@@ -334,7 +348,7 @@ class EnvGroup:
         buffers.terminated[request.slots] = False
         buffers.truncated[request.slots] = False
         sides = (1 - buffers.side[request.slots]).tolist()
-        self._check_rows(request.slots, request.slots, sides, faults)
+        self._check_rows(request.slots, sides, faults)
         return self._reply(request.request, request.slots, infos, objects, faults)
 
     def call(self, request: Call | SetAttr) -> Reply:
@@ -360,7 +374,7 @@ class EnvGroup:
             self._drop(k)
 
     def _drop(self, k: int) -> None:
-        env, self._envs[k], self._steps[k], self._timed[k] = self._envs[k], None, _gone, _gone
+        env, self._envs[k], self._steps[k] = self._envs[k], None, _gone
         if env is not None:
             try:
                 env.close()
@@ -398,7 +412,7 @@ class EnvGroup:
             "".join(lines),
             self._seeds[k],
             self._incarnations[k],
-            self._taken[k],
+            self._clock - self._began[k],
         )
 
 

@@ -34,9 +34,12 @@ class InlineCrew:
         self._memory = bytearray(size)
         return self._memory
 
-    def ring(self, index: int, request: int) -> None:
+    def ring(self, request: int) -> None:
         reply = self._group.step_all(request)
-        self._events.append((index, request if reply is None else reply))
+        self._events.append((0, request if reply is None else reply))
+
+    def take(self, index: int) -> list[Any]:
+        return [message for _, message in self.wait(0.0)]
 
     def send(self, index: int, message: Any) -> None:
         group = self._group

@@ -193,9 +193,22 @@ def block_writer(space: Space[Any], buffers: Buffers, rows: slice) -> Callable[[
     return write
 
 
-def all_finite(block: Any) -> bool:
-    # `.all()` goes through Python; the reduction itself does not, and this runs in every step.
-    return bool(np.logical_and.reduce(np.isfinite(block), axis=None))
+def finite_checker(buffers: Buffers, rows: slice) -> Callable[[int], bool]:
+    """`check(side)`: are these rows' one observation array and rewards surely finite? False sends to `bad_rows`."""
+    leaf = buffers.layout.obs[0]
+    rewards = buffers.reward[rows]
+    blocks = None
+    if leaf.dtype is not None and np.dtype(leaf.dtype) in (np.float32, np.float64):
+        blocks = [buffers.obs[0][side][rows].reshape(-1) for side in (0, 1)]
+    is_safe = blocks is not None or (leaf.dtype is not None and np.dtype(leaf.dtype).kind in "biu" and leaf.low is None)
+    is_finite, every = np.isfinite, np.logical_and.reduce  # `.all()` goes through Python, and this runs in every step
+
+    def check(side: int) -> bool:
+        if blocks is not None and not every(is_finite(blocks[side])):
+            return False
+        return is_safe and bool(every(is_finite(rewards)))
+
+    return check
 
 
 def bad_rows(buffers: Buffers, side: int, rows: slice | list[int]) -> list[tuple[int, str]]:
@@ -207,7 +220,7 @@ def bad_rows(buffers: Buffers, side: int, rows: slice | list[int]) -> list[tuple
         block = array[side][rows]
         kind = block.dtype.kind
         if kind in "fc":
-            if not all_finite(block):
+            if not np.isfinite(block).all():
                 for i in np.flatnonzero(~np.isfinite(block).reshape(len(block), -1).all(axis=1)):
                     bad.setdefault(int(i), f"observation{leaf.name} is not finite: {block[i]!r}")
         elif leaf.low is not None and ((block < leaf.low) | (block >= leaf.high)).any():

@@ -165,7 +165,7 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[Any]:
+    def feed(self, data: bytes | memoryview) -> list[Any]:
         if len(data) == 9 and not self._buffer and data[4] == _NUMBER:
             return [_QUICK.unpack(data)[2]]
         self._buffer += data

@@ -45,6 +45,9 @@ __all__ = ["Pool", "Rows"]
 _WATCH_S = 0.25
 """How often a wait looks whether anybody hangs."""
 
+_LOOK_EVERY = 16
+"""Steps of the hot loop between two looks at everything, not only at the workers' answers."""
+
 _SLOW_FACTOR = 5.0
 _SLOW_S = 0.001
 """Below this a step's time is the scheduler's noise, not the environment's."""
@@ -220,40 +223,41 @@ class Pool:
 
         False, where anything unusual happened: the step is under way, and `collect` and `deliver` go on with it.
         """
+        if self._request % _LOOK_EVERY == 0:  # workers' output, and whatever else the hot loop does not read
+            self._inbox.extend(self._crew.wait(0.0))
         if self._gone or self._held or self._inbox or any(self._open):
             self.send_step(None, None)
             return False
         number = self._number()
-        crew, left = self._crew, len(self._slots_of)
-        done = [False] * left
+        crew, done = self._crew, 0
         try:
-            for worker in range(left):
-                crew.ring(worker, number)
-            while left:
-                messages = crew.wait(_WATCH_S)
-                for i, (worker, message) in enumerate(messages):
-                    if message.__class__ is not int:
-                        if not isinstance(message, Reply) or message.faults:
-                            self._inbox.extend(messages[i:])
-                            break
-                        self._take_rows(message)
-                    done[worker] = True
-                    left -= 1
-                else:
-                    if messages:
-                        continue
-                break
+            crew.ring(number)
+            for worker in range(len(self._slots_of)):
+                messages = crew.take(worker)
+                if len(messages) != 1 or not self._is_plain(messages[0], number):
+                    self._inbox.extend((worker, message) for message in messages)
+                    break
+                done += 1
         finally:
-            if left:
+            if done < len(self._slots_of):
                 self._awaited[:] = self._sent = True
                 now = time.monotonic()
                 for worker, slots in enumerate(self._slots_of):
-                    if done[worker]:
+                    if worker < done:
                         self._mark_ready(slots)
                     else:
                         self._open[worker][number] = _Ticket("step", slots)
                         self._watch[worker] = ((), now)
-        return not left
+        return done == len(self._slots_of)
+
+    def _is_plain(self, message: Any, number: int) -> bool:
+        """The answer to a whole step, with nothing wrong in it; its infos and objects are kept."""
+        if message == number:
+            return True
+        if not isinstance(message, Reply) or message.request != number or message.faults:
+            return False
+        self._take_rows(message)
+        return True
 
     def deliver_all(self, copy: bool) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """The rows of a `step_all` that went well."""

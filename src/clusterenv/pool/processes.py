@@ -15,6 +15,7 @@ import re
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -30,6 +31,11 @@ from clusterenv.pool.worker import BELL, PROGRESS_BYTES
 from clusterenv.spec import Blueprint
 
 __all__ = ["Exit", "ProcessCrew"]
+
+_PROGRESS_WORDS = PROGRESS_BYTES // 4
+
+_TAKE_TIMEOUT = struct.pack("@ll", 0, 250_000)
+"""A timeval: how long the hot loop waits for one worker before it looks at all of them."""
 
 _TAG = re.compile("^\x00(-?\\d+)\x00(.*)$")
 
@@ -83,6 +89,7 @@ class ProcessCrew:
         self._server_said: list[str] = []
         self._events: list[tuple[int, Any]] = []
         self._memory: mmap.mmap | None = None
+        self._scratch = memoryview(bytearray(1 << 18))  # read into: a new buffer per message would cost more
         self._data_fd = os.memfd_create("clusterenv-rows")
         self._progress_fd = os.memfd_create("clusterenv-progress")
         os.ftruncate(self._progress_fd, PROGRESS_BYTES * workers)
@@ -97,8 +104,9 @@ class ProcessCrew:
             self._start_server()
         ours, theirs = socket.socketpair()
         with theirs:
-            ours.setblocking(False)
-            self._progress[index * PROGRESS_BYTES // 4] = -1
+            # Blocking for `take` alone, and not for long: everything else asks not to wait.
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TAKE_TIMEOUT)
+            self._progress[index * _PROGRESS_WORDS] = -1
             self._tell(("spawn", index), [theirs.fileno(), self._data_fd, self._progress_fd])
         self._links[index] = _Link(ours)
         self._by_fd[ours.fileno()] = index
@@ -158,26 +166,43 @@ class ProcessCrew:
 
     # -- messages ---------------------------------------------------------------------------------------------
 
-    def ring(self, index: int, request: int) -> None:
-        """The hot loop's request: step all your slots."""
-        link = self._links[index]
-        if link.outbox or link.lost_at is not None:
-            self._queue(link, encode_quick(request))
-            return
+    def ring(self, request: int) -> None:
+        """The hot loop's request to every worker: step all your slots."""
+        data = encode_quick(request)
+        for index, link in self._links.items():
+            if link.outbox or link.lost_at is not None:
+                self._queue(link, data)
+            else:
+                try:
+                    link.sock.send(data, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    self._queue(link, data)
+                except ConnectionError:
+                    continue  # end of file follows
+            self._progress[index * _PROGRESS_WORDS + BELL] = request & 0x7FFF_FFFF
+
+    def take(self, index: int) -> list[Any]:
+        """What this worker says next; empty where it says nothing for a while, or is gone: `wait` tells.
+
+        Others are not waited for: being woken by whoever ends first would take the core from those still at work.
+        """
+        link = self._links.get(index)
+        if link is None or link.lost_at is not None:
+            return []
         try:
-            link.sock.send(encode_quick(request))
-            self._ring_bell(index)
-        except BlockingIOError:
-            self._queue(link, encode_quick(request))
-        except ConnectionError:
-            pass  # end of file follows
+            size = link.sock.recv_into(self._scratch)
+        except (BlockingIOError, ConnectionError):
+            return []
+        return link.reader.feed(self._scratch[:size])
 
     def send(self, index: int, message: Any) -> None:
-        self._queue(self._links[index], encode(message))
-        self._ring_bell(index)
+        link = self._links.get(index)
+        if link is not None:  # else its `Exit` was handed out already, and settles what was asked of it
+            self._queue(link, encode(message))
+            self._ring_bell(index)
 
     def _ring_bell(self, index: int) -> None:
-        at = index * PROGRESS_BYTES // 4 + BELL
+        at = index * _PROGRESS_WORDS + BELL
         self._progress[at] = (self._progress[at] + 1) & 0x7FFF_FFFF
 
     def _queue(self, link: _Link, data: bytes) -> None:
@@ -190,7 +215,7 @@ class ProcessCrew:
             return
         try:
             while link.outbox:
-                sent = link.sock.send(memoryview(link.outbox)[: 1 << 18])
+                sent = link.sock.send(memoryview(link.outbox)[: 1 << 18], socket.MSG_DONTWAIT)
                 del link.outbox[:sent]
         except BlockingIOError:
             pass
@@ -227,13 +252,13 @@ class ProcessCrew:
 
     def _read_worker(self, index: int, link: _Link, events: list[tuple[int, Any]]) -> None:
         try:
-            data = link.sock.recv(1 << 18)
+            size = link.sock.recv_into(self._scratch, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except ConnectionError:
-            data = b""
-        if data:
-            for message in link.reader.feed(data):
+            size = 0
+        if size:
+            for message in link.reader.feed(self._scratch[:size]):
                 events.append((index, message))
         elif link.lost_at is None:
             # How it ended is known to the fork server, whose report follows at once.
@@ -299,7 +324,7 @@ class ProcessCrew:
 
     def progress(self, index: int) -> tuple[int, int]:
         """(slot, phase) that the worker is in; slot -1 before it began."""
-        at = index * PROGRESS_BYTES // 4
+        at = index * _PROGRESS_WORDS
         return self._progress[at], self._progress[at + 1]
 
     def is_running(self, index: int) -> bool:

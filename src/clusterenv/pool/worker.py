@@ -111,7 +111,7 @@ def run(
 
     while True:
         data = receiver.receive()
-        if not data:
+        if not len(data):
             os._exit(0)
         for message in reader.feed(data):
             if isinstance(message, int):
@@ -149,8 +149,10 @@ class _Receiver:
         self._spin_s = spin_s
         self._asleep = 0
         self._misses = 0
+        self._buffer = memoryview(bytearray(1 << 16))
 
-    def receive(self) -> bytes:
+    def receive(self) -> memoryview:
+        """What the head sent, valid until the next call; empty when it is gone."""
         if self._asleep:
             self._asleep -= 1
         elif self._spin_s > 0:
@@ -163,6 +165,6 @@ class _Receiver:
                 self._asleep = (1 << self._misses) - 2  # one miss alone is forgiven
             else:
                 self._misses = 0
-        data = self._channel.recv(1 << 16)
+        size = self._channel.recv_into(self._buffer)
         self._rung = self._bell[BELL]
-        return data
+        return self._buffer[:size]
