@@ -1,6 +1,10 @@
 """ClusterEnv: Gymnasium environments on a cluster, while the learner stays yours."""
 
+from typing import Any
+
 from clusterenv.backends import Local
+from clusterenv.batch import Rollout
+from clusterenv.collector import Collector
 from clusterenv.env import ClusterEnv, make_vec
 from clusterenv.errors import (
     ActionError,
@@ -9,11 +13,14 @@ from clusterenv.errors import (
     CrashLoopError,
     DeadlineError,
     EnvError,
+    PolicyError,
     SpecError,
     UsageError,
     WorkerLostError,
 )
 from clusterenv.events import Event
+from clusterenv.policy.numpy import NumpyPolicy, RandomPolicy
+from clusterenv.policy.sync import Always
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Vector
 
@@ -22,6 +29,12 @@ __version__ = "0.1.0"
 __all__ = [
     "ClusterEnv",
     "make_vec",
+    "Collector",
+    "Rollout",
+    "TorchPolicy",
+    "NumpyPolicy",
+    "RandomPolicy",
+    "Always",
     "Local",
     "Recovery",
     "Vector",
@@ -32,7 +45,16 @@ __all__ = [
     "CrashLoopError",
     "DeadlineError",
     "EnvError",
+    "PolicyError",
     "SpecError",
     "UsageError",
     "WorkerLostError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TorchPolicy":  # torch is imported by those who use it
+        from clusterenv.policy.torch import TorchPolicy
+
+        return TorchPolicy
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
@@ -18,9 +18,11 @@ from gymnasium.vector.utils import batch_space
 
 from clusterenv.actions import ActionReader
 from clusterenv.backends import Local
+from clusterenv.collector import Collector
 from clusterenv.errors import ClosedError, SpecError, UsageError, WorkerLostError
 from clusterenv.events import Event, EventLog
-from clusterenv.pool.pool import Rows
+from clusterenv.policy.sync import Always
+from clusterenv.pool.pool import Pool, Rows
 from clusterenv.recovery import Recovery
 from clusterenv.spec import blueprint
 
@@ -86,6 +88,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._reader = ActionReader(self.single_action_space, self.num_envs, recovery.check)
+        self.attached: Collector | None = None  # whose policy the workers have
         self._was_reset = False
         self._stepping = False  # a whole step is under way, or was interrupted
 
@@ -108,6 +111,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             if not self._was_reset and not mask.all():
                 raise UsageError("the first reset() must be of all environments: leave reset_mask out")
         pool = self._pool
+        pool.desk.abandon()
         pool.drain()
         self._stepping = False
         pool.set_seed_base(bases)
@@ -131,6 +135,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         pool = self._pool
         if self._stepping:
             raise UsageError("the last step was interrupted by an error or Ctrl-C: call reset() to go on")
+        if pool.desk.is_under_way:
+            raise UsageError("step() while a prefetched fragment is under way: take it with rollout(), or reset()")
         if pool.in_flight:
             raise UsageError(
                 f"step() while {int(pool.awaited.sum())} slots are in flight from send(): recv() them first, "
@@ -239,6 +245,57 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         obs, rewards, terminations, truncations, infos = self._result(rows)
         infos["slot"] = rows.slots
         return obs, rewards, terminations, truncations, infos
+
+    # -- collecting -------------------------------------------------------------------------------------------
+
+    def collector(
+        self,
+        agent: Any,
+        *,
+        sync: Always | None = None,
+        info_keys: Sequence[str] = (),
+        seed: int | None = None,
+        on_loss: Literal["rerun", "mask"] = "rerun",
+        prefetch: bool = False,
+    ) -> Collector:
+        """Attach a policy: the workers act with it, and `rollout` brings back what happened.
+
+        Args:
+            agent: a torch module of a known shape, `TorchPolicy`, `NumpyPolicy`, `RandomPolicy`, or an SB3 algorithm.
+            sync: when changed weights travel; `Always()` unless told.
+            info_keys: keys of the environments' infos to bring back, as `batch.infos`.
+            seed: of the random streams with which actions are sampled, and of the first reset.
+            on_loss: what becomes of a dead worker's unfinished fragment: run again, or its columns flagged invalid.
+            prefetch: begin the next rollout at once, under the weights at hand, while the learner works.
+
+        Example:
+            >>> import torch, clusterenv as ce
+            >>> policy = ce.TorchPolicy(torch.nn.Linear(4, 2), dist="categorical")
+            >>> with ce.ClusterEnv("CartPole-v1", num_envs=8) as envs:
+            ...     batch = envs.collector(policy, seed=1).rollout(32)
+            >>> batch.obs.shape, batch.logprobs.shape
+            ((32, 8, 4), (32, 8))
+        """
+        self._refuse_closed("collector")
+        return Collector(self, agent, sync=sync, info_keys=info_keys, seed=seed, on_loss=on_loss, prefetch=prefetch)
+
+    @property
+    def pool(self) -> Pool:
+        """Where the environments are; for collectors."""
+        return self._pool
+
+    def ready_to_collect(self, collector: Collector) -> None:
+        """Refuse a rollout that makes no sense now; reset if nobody has yet."""
+        self._refuse_closed("rollout")
+        if self._pool.is_vector:
+            raise UsageError("a collector steps environments one by one: Vector(fn) has step(), send() and recv() only")
+        if self._pool.in_flight or self._stepping:
+            raise UsageError("rollout() while a step is under way or was interrupted: recv() it, or reset()")
+        if not self._was_reset:
+            self.reset(seed=collector.seed)
+
+    def event_counts(self) -> Mapping[str, int]:
+        return self._events.counts
 
     # -- looking ----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ __all__ = [
     "UsageError",
     "ClosedError",
     "EnvError",
+    "PolicyError",
     "CrashLoopError",
     "WorkerLostError",
     "DeadlineError",
@@ -54,6 +55,18 @@ class EnvError(ClusterEnvError, RuntimeError):
         super().__init__(message)
         self.slot = slot
         self.phase = phase
+        self.remote_traceback = remote_traceback
+
+
+class PolicyError(ClusterEnvError, ValueError):
+    """The policy cannot act here: its shape is not known, its outputs do not fit, or it failed on a worker.
+
+    Attributes:
+        remote_traceback: the traceback of the worker, as text, where it failed there.
+    """
+
+    def __init__(self, message: str, *, remote_traceback: str = "") -> None:
+        super().__init__(message)
         self.remote_traceback = remote_traceback
 
 

@@ -30,6 +30,8 @@ class Local:
             process, without timeouts, so that a breakpoint in environment code works.
         threads_per_worker: what numerical libraries in a worker may use (OMP_NUM_THREADS and its kin);
             None leaves the environment variables alone.
+        preload: modules that are imported once, before the workers are forked from that process, so that they
+            share it. `("torch",)` pays for many workers that run a torch policy; one per core hardly notice.
 
     Example:
         >>> import clusterenv as ce
@@ -41,6 +43,7 @@ class Local:
 
     workers: int | None = None
     threads_per_worker: int | None = 1
+    preload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 0:
@@ -65,7 +68,9 @@ class Local:
         slots_of = split(n, workers)
         # Waiting awake pays only while every worker has a core of its own.
         spin_s = _SPIN_S if workers <= cores else 0.0
-        crew = ProcessCrew(blueprint, workers, mode, recovery.check, self.threads_per_worker, spin_s, slots_of)
+        crew = ProcessCrew(
+            blueprint, workers, mode, recovery.check, self.threads_per_worker, spin_s, slots_of, tuple(self.preload)
+        )
         return Pool(crew, slots_of, mode, recovery, is_vector=blueprint.is_vector, events=events)
 
 

@@ -132,13 +132,12 @@ class _Server:
                 os.dup2(write_end, 1)
                 os.dup2(write_end, 2)
                 os.close(write_end)
-                channel, data_fd, progress_fd = fds
+                channel, *shared = fds
                 setup = self._setup
                 worker.run(
                     index,
                     socket.socket(fileno=channel),
-                    data_fd,
-                    progress_fd,
+                    worker.SharedMemory(*shared),
                     setup["makers"],
                     setup["mode"],
                     setup["check"],

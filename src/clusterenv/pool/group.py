@@ -30,10 +30,10 @@ from clusterenv.pool.messages import (
     Sticky,
 )
 
-__all__ = ["EnvGroup", "INIT", "RESET", "STEP", "CALL", "PHASES"]
+__all__ = ["Caught", "EnvGroup", "INIT", "RESET", "STEP", "CALL", "POLICY", "PHASES"]
 
-INIT, RESET, STEP, CALL = range(4)
-PHASES = ("init", "reset", "step", "call")
+INIT, RESET, STEP, CALL, POLICY = range(5)
+PHASES = ("init", "reset", "step", "call", "policy")
 
 _TIMED_EVERY = 32
 """Every so many steps the environments are timed, to name slow ones; always would cost 2 % on CartPole."""
@@ -41,7 +41,7 @@ _TIMED_EVERY = 32
 _FLUSH_AFTER_S = 0.001
 """A partial request answers with the rows it has after this time: fast environments answer once, slow ones each."""
 
-_Caught = (Exception, SystemExit)
+Caught = (Exception, SystemExit)
 """What user code may raise without taking the worker along; `sys.exit()` in a simulator is not the worker's."""
 
 
@@ -56,40 +56,42 @@ class EnvGroup:
     def __init__(self, makers: list[Callable[[], Any]], mode: AutoresetMode, check: bool, progress: memoryview) -> None:
         self._makers = makers
         self._mode = mode
-        self._check = check
-        self._at = progress
-        self._first = 0
-        self._envs: list[Any] = []
-        self._steps: list[Callable[[Any], Any]] = []
-        self._ended: list[bool] = []  # NEXT_STEP: the next step of this environment is a reset
+        self.check = check
+        self.at = progress
+        self.first = 0
+        self.envs: list[Any] = []
+        self.steps: list[Callable[[Any], Any]] = []
+        self.ended: list[bool] = []  # the next step of this environment is a reset
         self._seeds: list[int | None] = []
         self._incarnations: list[int] = []
-        self._clock = 0  # whole steps of all environments
-        self._began: list[int] = []  # by the clock, when each episode began: a fault names its step
+        self.recent: dict[int, dict[str, Any]] = {}  # infos since the last fragment, where its policy wants them
+        self.keep_infos = False
+        self.clock = 0  # whole steps of all environments
+        self.began: list[int] = []  # by the clock, when each episode began: a fault names its step
         self._ticks = 0
 
     # -- building ---------------------------------------------------------------------------------------------
 
     def build(self, request: Build) -> Built:
         slots = request.slots
-        self._first = slots[0]
+        self.first = slots[0]
         count = len(slots)
-        self._envs = [None] * count
-        self._steps = [_gone] * count
-        self._ended = [False] * count
+        self.envs = [None] * count
+        self.steps = [_gone] * count
+        self.ended = [False] * count
         self._seeds = [None] * count
         self._incarnations = [0] * count
-        self._began = [0] * count
+        self.began = [0] * count
         if not request.make:
             return Built(request.request, None, None, {}, None, None, None, [])
         for slot in slots:
             try:
                 self._make(slot, [])
-            except _Caught as error:
-                return Built(request.request, None, None, {}, None, None, None, [self._fault(slot, INIT, error)])
-        env = self._envs[0]
+            except Caught as error:
+                return Built(request.request, None, None, {}, None, None, None, [self.fault(slot, INIT, error)])
+        env = self.envs[0]
         odd_slot, odd = None, None
-        for slot, other in zip(slots[1:], self._envs[1:], strict=True):
+        for slot, other in zip(slots[1:], self.envs[1:], strict=True):
             if (other.observation_space, other.action_space) != (env.observation_space, env.action_space):
                 odd_slot, odd = slot, (other.observation_space, other.action_space)
                 break
@@ -105,11 +107,11 @@ class EnvGroup:
         )
 
     def _make(self, slot: int, stickies: list[Sticky]) -> None:
-        k = slot - self._first
-        self._at[0], self._at[1] = slot, INIT
+        k = slot - self.first
+        self.at[0], self.at[1] = slot, INIT
         env = self._makers[slot]()
-        self._envs[k] = env
-        self._steps[k] = env.step
+        self.envs[k] = env
+        self.steps[k] = env.step
         for sticky in stickies:
             if sticky.is_call:
                 env.get_wrapper_attr(sticky.name)(*sticky.args, **sticky.kwargs)
@@ -117,22 +119,22 @@ class EnvGroup:
                 env.set_wrapper_attr(sticky.name, sticky.args[0])
 
     def attach(self, buffers: Buffers, observation_space: Any, action_space: Any) -> None:
-        self._buffers = buffers
+        self.buffers = buffers
         self._write = row_writer(observation_space, buffers)
         self._action_space = action_space
         self._shared_actions = buffers.layout.actions_are_shared
         self._one_action_leaf = len(buffers.layout.actions) == 1 and not buffers.layout.actions[0].path
-        first, last = self._first, self._first + len(self._envs)
-        self._all = list(range(first, last))
-        self._rows = slice(first, last)
-        self._write_block = block_writer(observation_space, buffers, self._rows)
-        self._finite = finite_checker(buffers, self._rows)
+        first, last = self.first, self.first + len(self.envs)
+        self.slots = list(range(first, last))
+        self.rows = slice(first, last)
+        self._write_block = block_writer(observation_space, buffers, self.rows)
+        self._finite = finite_checker(buffers, self.rows)
         self._reward: Any = memoryview(buffers.reward)  # set faster than an element of an array
-        self._reward_rows = buffers.reward[self._rows]
-        self._terminated_rows, self._truncated_rows = buffers.terminated[self._rows], buffers.truncated[self._rows]
-        self._side_bytes = memoryview(buffers.side)[self._rows]
-        self._all_old, self._all_new = bytes(len(self._all)), bytes([1]) * len(self._all)
-        self._batch_space = batch_space(self._action_space, len(self._envs)) if self._shared_actions else None
+        self._reward_rows = buffers.reward[self.rows]
+        self._terminated_rows, self._truncated_rows = buffers.terminated[self.rows], buffers.truncated[self.rows]
+        self._side_bytes = memoryview(buffers.side)[self.rows]
+        self._all_old, self._all_new = bytes(len(self.slots)), bytes([1]) * len(self.slots)
+        self._batch_space = batch_space(self._action_space, len(self.envs)) if self._shared_actions else None
 
     # -- the hot loop -----------------------------------------------------------------------------------------
 
@@ -145,11 +147,11 @@ class EnvGroup:
         else:
             side = 0 if sides == self._all_new else None
         if side is None or self._write_block is None or self._ticks % _TIMED_EVERY == 0:
-            return self._step(request, self._all, self._actions(self._rows), None)
+            return self._step(request, self.slots, self._actions(self.rows), None)
 
-        at, reward_out, first = self._at, self._reward, self._first
-        ended, began, clock = self._ended, self._began, self._clock
-        next_step, same_step = self._mode is AutoresetMode.NEXT_STEP, self._mode is AutoresetMode.SAME_STEP
+        at, reward_out, first = self.at, self._reward, self.first
+        ended, began, clock = self.ended, self.began, self.clock
+        same_step = self._mode is AutoresetMode.SAME_STEP
         self._terminated_rows.fill(False)
         self._truncated_rows.fill(False)
         infos: list[tuple[int, dict[str, Any]]] = []
@@ -157,13 +159,13 @@ class EnvGroup:
         block: list[Any] = []
         add = block.append
         at[1] = STEP
-        for slot, over, step, action in zip(self._all, ended, self._steps, self._actions(self._rows), strict=True):
+        for slot, over, step, action in zip(self.slots, ended, self.steps, self._actions(self.rows), strict=True):
             at[0] = slot
             try:
                 if over:
                     at[1] = RESET
                     k = slot - first
-                    obs, info = self._envs[k].reset()
+                    obs, info = self.envs[k].reset()
                     reward_out[slot] = 0.0
                     ended[k] = False
                     began[k] = clock + 1
@@ -173,25 +175,27 @@ class EnvGroup:
                     if terminated or truncated:
                         self._terminated_rows[slot - first] = terminated
                         self._truncated_rows[slot - first] = truncated
-                        if next_step:
-                            ended[slot - first] = True
-                        elif same_step:
+                        if same_step:
                             obs, info = self._restart(slot - first, slot, side, obs, info, clock + 1)
+                        else:
+                            ended[slot - first] = True
                 add(obs)
                 if info:
                     infos.append((slot, info))
-            except _Caught as error:
-                faults.append(self._fault(slot, at[1], error))
+            except Caught as error:
+                faults.append(self.fault(slot, at[1], error))
                 at[1] = STEP
-        self._clock = clock + 1
+        self.clock = clock + 1
 
         if len(block) != len(ended) or not self._write_block(side, block):
-            self._write_each(self._all, side, block, faults)
-        if self._check and not self._finite(side):
-            self._check_rows(self._all, [side] * len(ended), faults)
+            self._write_each(self.slots, side, block, faults)
+        if self.check and not self._finite(side):
+            self._check_rows(self.slots, [side] * len(ended), faults)
+        if self.keep_infos:
+            self.recent.update(infos)
         if not infos and not faults:
             return None
-        return self._reply(request, self._all, infos, [], faults)
+        return self._reply(request, self.slots, infos, [], faults)
 
     def step(self, request: Step, flush: Callable[[Reply], None]) -> Reply:
         """Step some environments; rows that are done before a slow one go out by `flush`."""
@@ -203,7 +207,7 @@ class EnvGroup:
         self, request: int, slots: list[int], actions: Iterable[Any], flush: Callable[[Reply], None] | None
     ) -> Reply | None:
         """`step_all` for any slots, any space and any sides, and timed: the same rows, a little slower."""
-        buffers, at, first, clock = self._buffers, self._at, self._first, self._clock
+        buffers, at, first, clock = self.buffers, self.at, self.first, self.clock
         sides = (1 - buffers.side[slots]).tolist()
         buffers.terminated[slots] = False
         buffers.truncated[slots] = False
@@ -216,33 +220,33 @@ class EnvGroup:
             k = slot - first
             at[0] = slot
             try:
-                if self._ended[k]:
+                if self.ended[k]:
                     at[1] = RESET
-                    obs, info = self._envs[k].reset()
+                    obs, info = self.envs[k].reset()
                     buffers.reward[slot] = 0.0
-                    self._ended[k] = False
-                    self._began[k] = clock
+                    self.ended[k] = False
+                    self.began[k] = clock
                     at[1] = STEP
                 else:
                     start = time.perf_counter()
-                    obs, reward, terminated, truncated, info = self._steps[k](action)
+                    obs, reward, terminated, truncated, info = self.steps[k](action)
                     self._note_pace(slot, time.perf_counter() - start)
                     buffers.reward[slot] = reward
-                    self._began[k] -= 1  # one step further from where it began
+                    self.began[k] -= 1  # one step further from where it began
                     if terminated or truncated:
                         buffers.terminated[slot] = terminated
                         buffers.truncated[slot] = truncated
-                        if self._mode is AutoresetMode.NEXT_STEP:
-                            self._ended[k] = True
-                        elif self._mode is AutoresetMode.SAME_STEP:
+                        if self._mode is AutoresetMode.SAME_STEP:
                             obs, info = self._restart(k, slot, side, obs, info, clock)
+                        else:
+                            self.ended[k] = True
                 extra = self._write(side, slot, obs)
                 if extra:
                     objects.append((slot, extra))
                 if info:
                     infos.append((slot, info))
-            except _Caught as error:
-                faults.append(self._fault(slot, at[1], error))
+            except Caught as error:
+                faults.append(self.fault(slot, at[1], error))
                 at[1] = STEP
             if flush and i + 1 < len(slots) and time.perf_counter() - flushed_at > _FLUSH_AFTER_S:
                 self._check_rows(slots[flushed : i + 1], sides[flushed : i + 1], faults)
@@ -250,12 +254,14 @@ class EnvGroup:
                 infos, objects, faults = [], [], []
                 flushed, flushed_at = i + 1, time.perf_counter()
         self._check_rows(slots[flushed:], sides[flushed:], faults)
+        if self.keep_infos:
+            self.recent.update(infos)
         if flush is None and not infos and not objects and not faults:
             return None
         return self._reply(request, slots[flushed:], infos, objects, faults)
 
     def _note_pace(self, slot: int, elapsed_s: float) -> None:
-        pace = self._buffers.pace_s
+        pace = self.buffers.pace_s
         pace[slot] = elapsed_s if pace[slot] == 0.0 else 0.75 * pace[slot] + 0.25 * elapsed_s
 
     def _write_each(self, slots: list[int], side: int, block: list[Any], faults: list[Fault]) -> None:
@@ -265,26 +271,26 @@ class EnvGroup:
             try:
                 self._write(side, slot, obs)
             except ValueError as error:
-                faults.append(self._fault(slot, STEP, error))
+                faults.append(self.fault(slot, STEP, error))
 
     def _restart(
         self, k: int, slot: int, side: int, obs: Any, info: dict[str, Any], clock: int
     ) -> tuple[Any, dict[str, Any]]:
         """SAME_STEP: the episode's last observation and info go beside, the new episode's first take its row."""
-        if self._check:
+        if self.check:
             self._write(side, slot, obs)
-            wrong = bad_rows(self._buffers, side, [slot])
+            wrong = bad_rows(self.buffers, side, [slot])
             if wrong:
                 raise ValueError(wrong[0][1])
-        self._at[1] = RESET
-        new_obs, new_info = self._envs[k].reset()
-        self._at[1] = STEP
-        self._began[k] = clock
+        self.at[1] = RESET
+        new_obs, new_info = self.envs[k].reset()
+        self.at[1] = STEP
+        self.began[k] = clock
         return new_obs, {"final_obs": obs, "final_info": info, **new_info}
 
     def _actions(self, rows: slice | list[int]) -> Iterable[Any]:
         # Copied: an environment may keep its last action, and the head overwrites the shared one.
-        blocks = [array[rows].copy() for array in self._buffers.actions]
+        blocks = [array[rows].copy() for array in self.buffers.actions]
         if self._one_action_leaf:
             only: Iterable[Any] = blocks[0]
             return only
@@ -293,9 +299,9 @@ class EnvGroup:
 
     def _check_rows(self, slots: list[int], sides: list[int], faults: list[Fault]) -> None:
         """Turn rows with values that nobody should learn from into faults, by name."""
-        if not self._check or not slots:
+        if not self.check or not slots:
             return
-        buffers = self._buffers
+        buffers = self.buffers
         wrong = []
         for side in (0, 1):
             part = [slot for slot, its in zip(slots, sides, strict=True) if its == side]
@@ -307,7 +313,7 @@ class EnvGroup:
         for slot, text in wrong:
             if slot not in failed:
                 failed.add(slot)
-                faults.append(self._fault(slot, STEP, ValueError(text)))
+                faults.append(self.fault(slot, STEP, ValueError(text)))
 
     # -- everything else --------------------------------------------------------------------------------------
 
@@ -316,34 +322,35 @@ class EnvGroup:
         infos: list[tuple[int, dict[str, Any]]] = []
         objects: list[tuple[int, list[Any]]] = []
         faults: list[Fault] = []
-        buffers = self._buffers
+        buffers = self.buffers
         for i, slot in enumerate(request.slots):
-            k = slot - self._first
+            k = slot - self.first
             phase = INIT
             try:
                 if isinstance(request, Rebuild):
                     self._drop(k)
                     self._incarnations[k] = request.incarnations[i]
                     self._make(slot, request.stickies[i])
-                    if tuple(leaves_of(self._envs[k].observation_space)) != buffers.layout.obs:
+                    if tuple(leaves_of(self.envs[k].observation_space)) != buffers.layout.obs:
                         raise ValueError(
-                            f"the new environment has another observation space: {self._envs[k].observation_space}"
+                            f"the new environment has another observation space: {self.envs[k].observation_space}"
                         )
                 phase = RESET
-                self._at[0], self._at[1] = slot, RESET
+                self.at[0], self.at[1] = slot, RESET
                 seed = request.seeds[i]
                 if seed is not None or rebuild:
                     self._seeds[k] = seed
-                obs, info = self._envs[k].reset(seed=seed, options=request.options)
-                self._ended[k] = False
-                self._began[k] = self._clock
+                obs, info = self.envs[k].reset(seed=seed, options=request.options)
+                self.ended[k] = False
+                self.began[k] = self.clock
                 extra = self._write(1 - int(buffers.side[slot]), slot, obs)
+                self.recent[slot] = info
                 if info:
                     infos.append((slot, info))
                 if extra:
                     objects.append((slot, extra))
-            except _Caught as error:
-                faults.append(self._fault(slot, phase, error))
+            except Caught as error:
+                faults.append(self.fault(slot, phase, error))
         buffers.reward[request.slots] = 0.0
         buffers.terminated[request.slots] = False
         buffers.truncated[request.slots] = False
@@ -354,8 +361,8 @@ class EnvGroup:
     def call(self, request: Call | SetAttr) -> Reply:
         results: list[Any] = []
         for i, slot in enumerate(request.slots):
-            env = self._envs[slot - self._first]
-            self._at[0], self._at[1] = slot, CALL
+            env = self.envs[slot - self.first]
+            self.at[0], self.at[1] = slot, CALL
             try:
                 if isinstance(request, SetAttr):
                     env.set_wrapper_attr(request.name, request.values[i])
@@ -365,20 +372,20 @@ class EnvGroup:
                     attribute = env.get_wrapper_attr(request.name)
                     called = callable(attribute)
                     results.append(attribute(*request.args, **request.kwargs) if called else attribute)
-            except _Caught as error:
+            except Caught as error:
                 return Reply(request.request, [], faults=[self._describe(slot, CALL, error)])
         return Reply(request.request, [], result=results)
 
     def close(self) -> None:
-        for k in range(len(self._envs)):
+        for k in range(len(self.envs)):
             self._drop(k)
 
     def _drop(self, k: int) -> None:
-        env, self._envs[k], self._steps[k] = self._envs[k], None, _gone
+        env, self.envs[k], self.steps[k] = self.envs[k], None, _gone
         if env is not None:
             try:
                 env.close()
-            except _Caught:
+            except Caught:
                 traceback.print_exc()  # goes to the head's log; closing the others matters more
 
     def _reply(
@@ -397,13 +404,13 @@ class EnvGroup:
         columns = info_columns.pack(infos) if infos else None
         return Reply(request, slots, columns, objects or None, faults, None, last)
 
-    def _fault(self, slot: int, phase: int, error: BaseException) -> Fault:
+    def fault(self, slot: int, phase: int, error: BaseException) -> Fault:
         fault = self._describe(slot, phase, error)
-        self._drop(slot - self._first)
+        self._drop(slot - self.first)
         return fault
 
     def _describe(self, slot: int, phase: int, error: BaseException) -> Fault:
-        k = slot - self._first
+        k = slot - self.first
         lines = traceback.format_exception(type(error), error, error.__traceback__)
         return Fault(
             slot,
@@ -412,7 +419,7 @@ class EnvGroup:
             "".join(lines),
             self._seeds[k],
             self._incarnations[k],
-            self._clock - self._began[k],
+            self.clock - self.began[k],
         )
 
 

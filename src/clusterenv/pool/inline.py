@@ -5,13 +5,29 @@ Same face as `ProcessCrew`; requests are carried out at once, and no timeout end
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.pool.fragment import FragmentLoop
+from clusterenv.pool.group import EnvGroup
 from clusterenv.pool.layout import Buffers
-from clusterenv.pool.messages import Attach, Build, Call, Close, Rebuild, Reset, SetAttr, Step
-from clusterenv.pool.worker import make_group
+from clusterenv.pool.messages import (
+    Attach,
+    Build,
+    Call,
+    Close,
+    LoadWeights,
+    MapArena,
+    Rebuild,
+    Reset,
+    RunFragment,
+    SetAttr,
+    SetPolicy,
+    Step,
+)
+from clusterenv.pool.worker import PROGRESS_BYTES, make_group
 from clusterenv.spec import Blueprint, load_makers
 
 __all__ = ["InlineCrew"]
@@ -24,7 +40,8 @@ class InlineCrew:
         self._makers = load_makers(blueprint.payload, blueprint.num_envs)
         self._mode = mode
         self._check = check
-        self._at = memoryview(bytearray(8)).cast("i")
+        self._at = memoryview(bytearray(PROGRESS_BYTES)).cast("i")
+        self._weights = b""
         self._events: list[tuple[int, Any]] = []
 
     def start(self, index: int) -> None:
@@ -33,6 +50,14 @@ class InlineCrew:
     def allocate(self, size: int) -> bytearray:
         self._memory = bytearray(size)
         return self._memory
+
+    def allocate_arena(self, size: int) -> mmap.mmap:
+        self._fragments = mmap.mmap(-1, size)
+        return self._fragments
+
+    def put_weights(self, data: bytes, version: int) -> int:
+        self._weights = data
+        return 0
 
     def ring(self, request: int) -> None:
         reply = self._group.step_all(request)
@@ -54,6 +79,17 @@ class InlineCrew:
         elif isinstance(message, Attach):
             buffers = Buffers(message.layout, self._memory)
             group.attach(buffers, message.observation_space, message.action_space)
+            if isinstance(group, EnvGroup):
+                self._loop = FragmentLoop(group, message.observation_space)
+            return
+        elif isinstance(message, RunFragment):
+            reply = self._loop.run(message)
+        elif isinstance(message, SetPolicy):
+            reply = self._loop.set_policy(message)
+        elif isinstance(message, LoadWeights):
+            reply = self._loop.load(message, memoryview(self._weights))
+        elif isinstance(message, MapArena):
+            self._loop.map_arena(message.layout, self._fragments)
             return
         else:
             assert isinstance(message, Close)
@@ -64,8 +100,8 @@ class InlineCrew:
         events, self._events = self._events, []
         return events
 
-    def progress(self, index: int) -> tuple[int, int]:
-        return self._at[0], self._at[1]
+    def progress(self, index: int) -> tuple[int, int, int]:
+        return self._at[0], self._at[1], 0
 
     def is_running(self, index: int) -> bool:
         return True

@@ -22,11 +22,16 @@ __all__ = [
     "Call",
     "Close",
     "Fault",
+    "FragmentResult",
     "FrameReader",
+    "LoadWeights",
+    "MapArena",
     "Reply",
     "Reset",
+    "RunFragment",
     "Rebuild",
     "SetAttr",
+    "SetPolicy",
     "Step",
     "encode",
     "encode_quick",
@@ -106,6 +111,61 @@ class SetAttr(NamedTuple):
     values: list[Any]
 
 
+class SetPolicy(NamedTuple):
+    """From now on this policy acts; its weights follow."""
+
+    request: int
+    recipe: bytes
+    """A cloudpickled `Recipe`."""
+    family: Any
+    mask: str | None
+    seed: int
+    info_keys: tuple[str, ...]
+
+
+class LoadWeights(NamedTuple):
+    """Weights lie in the shared memory for them."""
+
+    request: int
+    version: int
+    offset: int
+    size: int
+
+
+class MapArena(NamedTuple):
+    """The layout of the shared memory for fragments; not answered."""
+
+    layout: Any
+
+
+class RunFragment(NamedTuple):
+    """Act and step for so many steps; answered by a `Reply` whose result is a `FragmentResult`."""
+
+    request: int
+    num_steps: int
+    side: int
+    knobs: dict[str, Any]
+    incarnations: list[int]
+
+
+class FragmentResult(NamedTuple):
+    """What a fragment holds beside its arrays. Columns are counted within the worker."""
+
+    num_steps: int
+    """Fewer than asked for only where the policy failed."""
+    version: int
+    finals: list[tuple[int, int, Any]]
+    """(t, column, observation) of episodes that ended."""
+    episodes: list[tuple[int, int, float, int, dict[str, Any]]]
+    """(t, column, return, length, final info) of those that were collected from their start."""
+    infos: dict[str, list[tuple[int, int, Any]]]
+    initial_state: Any
+    policy_error: tuple[str, str] | None
+    """(what, traceback)"""
+    env_s: float
+    policy_s: float
+
+
 class Close(NamedTuple):
     request: int
 
@@ -142,7 +202,7 @@ class Reply(NamedTuple):
     infos: Any = None
     objects: list[tuple[int, list[Any]]] | None = None
     faults: list[Fault] = []  # noqa: RUF012  never mutated: NamedTuple default
-    result: list[Any] | None = None
+    result: Any = None
     last: bool = True
     """False while more rows of the same request will follow."""
 

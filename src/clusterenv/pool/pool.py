@@ -21,6 +21,7 @@ from clusterenv import infos as info_columns
 from clusterenv.errors import DeadlineError, EnvError, SpecError, UsageError, WorkerLostError
 from clusterenv.events import Event, EventLog
 from clusterenv.infos import Columns
+from clusterenv.pool.collecting import FragmentDesk
 from clusterenv.pool.group import PHASES
 from clusterenv.pool.inline import InlineCrew
 from clusterenv.pool.layout import Buffers, assemble, flatten, make_layout
@@ -87,10 +88,10 @@ class Pool:
     ) -> None:
         n = sum(map(len, slots_of))
         self._crew = crew
-        self._slots_of = slots_of
+        self.slots_of = slots_of
         self._worker_of = [w for w, slots in enumerate(slots_of) for _ in slots]
         self._recovery = recovery
-        self._is_vector = is_vector
+        self.is_vector = is_vector
         self._book = RestartBook(recovery)
         self.events = events
         self.num_envs = n
@@ -129,6 +130,7 @@ class Pool:
         self._inbox: deque[tuple[int, Any]] = deque()
         self._slow: set[int] = set()
         self._deliveries = 0
+        self.desk = FragmentDesk(self)
         self.mode = mode or AutoresetMode.NEXT_STEP
         try:
             self._start(mode)
@@ -140,10 +142,10 @@ class Pool:
 
     def _start(self, mode: AutoresetMode | None) -> None:
         builds: dict[int, int] = {}
-        for worker, slots in enumerate(self._slots_of):
+        for worker, slots in enumerate(self.slots_of):
             self._crew.start(worker)
             seeds = [self._incarnation_seed(slot) for slot in slots]
-            builds[worker] = self._post(worker, "build", slots, Build(self._number(), slots, seeds))
+            builds[worker] = self.post(worker, "build", slots, Build(self.number(), slots, seeds))
         built: dict[int, Built] = {}
         while len(built) < len(builds):
             for worker, message in self._wait(None):
@@ -151,7 +153,7 @@ class Pool:
                     raise WorkerLostError(
                         f"worker {worker} {message.reason} while it made the environment of slot "
                         f"{self._crew.progress(worker)[0]}{_quote(message.tail)}",
-                        slots=tuple(self._slots_of[worker]),
+                        slots=tuple(self.slots_of[worker]),
                     )
                 if message.faults:
                     raise _env_error(message.faults[0])
@@ -167,7 +169,7 @@ class Pool:
             if odd_slot is None and (
                 other.observation_space != first.observation_space or other.action_space != first.action_space
             ):
-                odd_slot, odd = self._slots_of[worker][0], (other.observation_space, other.action_space)
+                odd_slot, odd = self.slots_of[worker][0], (other.observation_space, other.action_space)
             if odd_slot is not None:
                 raise SpecError(
                     "all environments must have the same spaces: slot 0 has "
@@ -180,11 +182,11 @@ class Pool:
         self.single_action_space: Space[Any] = first.action_space
         self.render_mode = first.render_mode
         self.metadata = dict(first.metadata)
-        if self._is_vector and mode is None:
+        if self.is_vector and mode is None:
             own = first.metadata.get("autoreset_mode")
             self.mode = own if isinstance(own, AutoresetMode) else AutoresetMode.NEXT_STEP
         layout = make_layout(self.single_observation_space, self.single_action_space, self.num_envs)
-        if self._is_vector and (not layout.actions_are_shared or any(leaf.dtype is None for leaf in layout.obs)):
+        if self.is_vector and (not layout.actions_are_shared or any(leaf.dtype is None for leaf in layout.obs)):
             raise SpecError("Vector(fn) takes spaces of a fixed size only (no Text, Sequence, Graph)")
         self.layout = layout
         self.buffers = Buffers(layout, self._crew.allocate(layout.size))
@@ -196,11 +198,11 @@ class Pool:
         attach = Attach(self.layout, self.single_observation_space, self.single_action_space)
         self._crew.send(worker, attach)
 
-    def _number(self) -> int:
+    def number(self) -> int:
         self._request = self._request % 0xFFFF_FFFF + 1
         return self._request
 
-    def _post(self, worker: int, kind: str, slots: list[int], message: Any) -> int:
+    def post(self, worker: int, kind: str, slots: list[int], message: Any) -> int:
         """Open a ticket and send; `message.request` is its number."""
         self._open[worker][message.request] = _Ticket(kind, slots)
         self._crew.send(worker, message)
@@ -228,27 +230,27 @@ class Pool:
         if self._gone or self._held or self._inbox or any(self._open):
             self.send_step(None, None)
             return False
-        number = self._number()
+        number = self.number()
         crew, done = self._crew, 0
         try:
             crew.ring(number)
-            for worker in range(len(self._slots_of)):
+            for worker in range(len(self.slots_of)):
                 messages = crew.take(worker)
                 if len(messages) != 1 or not self._is_plain(messages[0], number):
                     self._inbox.extend((worker, message) for message in messages)
                     break
                 done += 1
         finally:
-            if done < len(self._slots_of):
+            if done < len(self.slots_of):
                 self._awaited[:] = self._sent = True
                 now = time.monotonic()
-                for worker, slots in enumerate(self._slots_of):
+                for worker, slots in enumerate(self.slots_of):
                     if worker < done:
                         self._mark_ready(slots)
                     else:
                         self._open[worker][number] = _Ticket("step", slots)
                         self._watch[worker] = ((), now)
-        return done == len(self._slots_of)
+        return done == len(self.slots_of)
 
     def _is_plain(self, message: Any, number: int) -> bool:
         """The answer to a whole step, with nothing wrong in it; its infos and objects are kept."""
@@ -291,7 +293,7 @@ class Pool:
         """Step these slots (None: all) with the actions in shared memory, or with `actions` as objects."""
         chosen = list(range(self.num_envs)) if slots is None else slots
         self._awaited[chosen] = self._sent = True
-        whole: list[list[int]] = [[] for _ in self._slots_of]
+        whole: list[list[int]] = [[] for _ in self.slots_of]
         place = {slot: i for i, slot in enumerate(chosen)}
         for slot in chosen:
             if slot in self._held:
@@ -307,11 +309,11 @@ class Pool:
             if its_slots:
                 its_slots.sort()
                 objects = None if actions is None else [actions[place[slot]] for slot in its_slots]
-                self._post(worker, "step", its_slots, Step(self._number(), its_slots, objects))
+                self.post(worker, "step", its_slots, Step(self.number(), its_slots, objects))
 
     def send_reset(self, slots: list[int], seeds: list[int | None], options: dict[str, Any] | None) -> None:
         self._awaited[slots] = self._sent = True
-        healthy: list[list[int]] = [[] for _ in self._slots_of]
+        healthy: list[list[int]] = [[] for _ in self.slots_of]
         for slot, seed in zip(slots, seeds, strict=True):
             self._resetting[slot] = (seed, options)
             self._lost.pop(slot, None)
@@ -324,7 +326,7 @@ class Pool:
         for worker, its_slots in enumerate(healthy):
             if its_slots:
                 its_seeds = [asked[slot] for slot in its_slots]
-                self._post(worker, "reset", its_slots, Reset(self._number(), its_slots, its_seeds, options))
+                self.post(worker, "reset", its_slots, Reset(self.number(), its_slots, its_seeds, options))
 
     def set_seed_base(self, bases: Iterable[int | None]) -> None:
         """What later incarnations derive their seeds from; None keeps what was there."""
@@ -338,8 +340,8 @@ class Pool:
         self._refuse_gone(f"call({name!r})")
         results: list[Any] = []
         requests = {
-            w: self._post(w, "call", slots, Call(self._number(), slots, name, args, kwargs))
-            for w, slots in enumerate(self._slots_of)
+            w: self.post(w, "call", slots, Call(self.number(), slots, name, args, kwargs))
+            for w, slots in enumerate(self.slots_of)
         }
         for reply in self._replies(requests):
             results += reply.result or []
@@ -354,11 +356,11 @@ class Pool:
             kept = [s for s in self._stickies[slot] if s.is_call or s.name != name]
             self._stickies[slot] = [*kept, Sticky(name, (value,), {}, False)]
         requests = {}
-        for worker, slots in enumerate(self._slots_of):
+        for worker, slots in enumerate(self.slots_of):
             here = [slot for slot in slots if slot not in self._gone]
             if here:
-                message = SetAttr(self._number(), here, name, [values[slot] for slot in here])
-                requests[worker] = self._post(worker, "call", here, message)
+                message = SetAttr(self.number(), here, name, [values[slot] for slot in here])
+                requests[worker] = self.post(worker, "call", here, message)
         self._replies(requests)
 
     def _refuse_gone(self, what: str) -> None:
@@ -373,9 +375,9 @@ class Pool:
         while not set(requests.values()) <= self._called.keys():
             lost = [w for w, number in requests.items() if number not in self._called | self._open[w]]
             if lost:
-                slots = tuple(slot for w in lost for slot in self._slots_of[w])
+                slots = tuple(slot for w in lost for slot in self.slots_of[w])
                 raise WorkerLostError(f"workers {lost} died during the call; see events()", slots=slots)
-            self._turn(None)
+            self.turn(None)
         replies = [self._called.pop(number) for number in requests.values()]
         for reply in replies:
             if reply.faults:
@@ -395,7 +397,7 @@ class Pool:
                     f"{self._ready_count} of {min_rows} rows within {timeout_s} s; awaited: slots {late} of "
                     f"workers {workers}. Nothing is lost: call recv() again."
                 )
-            self._turn(deadline)
+            self.turn(deadline)
 
     def _mark_ready(self, slots: list[int]) -> None:
         if slots:
@@ -472,7 +474,7 @@ class Pool:
 
     # -- turning events into state ----------------------------------------------------------------------------
 
-    def _turn(self, deadline: float | None) -> None:
+    def turn(self, deadline: float | None) -> None:
         """Wait for something, and take it in."""
         if self._due or self._respawn:
             self._pump()
@@ -512,6 +514,11 @@ class Pool:
         if ticket.kind == "call":
             self._called[reply.request] = reply
             return
+        if ticket.kind in ("policy", "fragment"):
+            self.desk.took(worker, ticket.kind, reply)
+            for fault in reply.faults:
+                self._env_gone(worker, fault, collecting=True)
+            return
         failed = {fault.slot for fault in reply.faults}
         good = [slot for slot in reply.slots if slot not in failed]
         if ticket.kind == "rebuild":
@@ -534,7 +541,7 @@ class Pool:
         if reply.infos:
             self._columns.append(reply.infos)
 
-    def _env_gone(self, worker: int, fault: Fault) -> None:
+    def _env_gone(self, worker: int, fault: Fault, collecting: bool = False) -> None:
         slot = fault.slot
         event = Event(
             "env_error",
@@ -555,14 +562,17 @@ class Pool:
             self.started[slot] = False
             raise _env_error(fault)
         until = self._book.failed(f"slot {slot}", f"{fault.phase}: {fault.error}", time.monotonic())
-        self._after_loss(slot, fault.error, until)
+        if collecting:  # the fragment itself says which of its rows are invalid
+            self._until[slot] = self._due[slot] = until
+        else:
+            self._after_loss(slot, fault.error, until)
 
     def _worker_gone(self, worker: int, exit: Exit) -> None:
-        slot, phase = self._crew.progress(worker)
+        slot, phase, _ = self._crew.progress(worker)
         busy = bool(self._open[worker])
         hang = self._hang.pop(worker, None)
         reason = f"worker {worker} {hang or exit.reason}"
-        slots = self._slots_of[worker]
+        slots = self.slots_of[worker]
         at_fault = slot if busy and slot in slots else None
         self.events.add(
             Event(
@@ -577,6 +587,7 @@ class Pool:
                 exit.tail,
             )
         )
+        tickets = list(self._open[worker].values())
         self._open[worker].clear()
         now = time.monotonic()
         for its in slots:
@@ -585,6 +596,7 @@ class Pool:
             self._due.pop(its, None)
             self._rebuilding.discard(its)
         self._respawn[worker] = now  # whatever is raised below, a later reset() finds the worker
+        self.desk.lost(worker)
         if at_fault is not None and not self._proven[at_fault]:
             self._awaited[slots] = False
             self.started[slots] = False
@@ -593,10 +605,15 @@ class Pool:
                 f"{_quote(exit.tail)}",
                 slots=tuple(slots),
             )
+        collecting = any(ticket.kind == "fragment" for ticket in tickets)
         until = self._book.failed(f"worker {worker} (slots {slots[0]}-{slots[-1]})", reason, now)
         self._respawn[worker] = until
         for its in slots:
-            self._after_loss(its, reason, until)
+            if collecting:
+                self._held.pop(its, None)
+                self._until[its] = self._due[its] = until
+            else:
+                self._after_loss(its, reason, until)
 
     def _after_loss(self, slot: int, reason: str, until: float) -> None:
         """The slot has no environment. Decide what the user sees of it, and when it comes back."""
@@ -662,9 +679,9 @@ class Pool:
             if when <= now:
                 del self._respawn[worker]
                 self._crew.start(worker)
-                slots = self._slots_of[worker]
-                build = Build(self._number(), slots, [0] * len(slots), make=False)
-                self._post(worker, "build", slots, build)
+                slots = self.slots_of[worker]
+                build = Build(self.number(), slots, [0] * len(slots), make=False)
+                self.post(worker, "build", slots, build)
                 self._attach(worker)
                 event = Event("worker_replaced", f"worker {worker} started again", tuple(slots), worker)
                 self.events.add(event, level=logging.INFO)
@@ -675,8 +692,8 @@ class Pool:
                 due.setdefault(worker, []).append(slot)
         for worker, slots in due.items():
             slots.sort()
-            if self._is_vector:
-                slots = self._slots_of[worker]
+            if self.is_vector:
+                slots = self.slots_of[worker]
             seeds: list[int | None] = []
             options = None
             for slot in slots:
@@ -685,7 +702,7 @@ class Pool:
                 seed, options = self._resetting.get(slot, (None, None))
                 seeds.append(self._incarnation_seed(slot) if seed is None else seed)
             message = Rebuild(
-                self._number(),
+                self.number(),
                 slots,
                 [self._incarnation[slot] for slot in slots],
                 seeds,
@@ -693,7 +710,7 @@ class Pool:
                 [self._stickies[slot] for slot in slots],
             )
             self._rebuilding |= set(slots)
-            self._post(worker, "rebuild", slots, message)
+            self.post(worker, "rebuild", slots, message)
 
     def _check_recovery(self) -> None:
         now = time.monotonic()
@@ -740,12 +757,46 @@ class Pool:
                 reason = f"a step takes {ms:.2f} ms, {pace[slot] / median:.0f}x the median"
                 self.events.add(Event("slow", reason, (slot,), self._worker_of[slot]), level=logging.INFO)
 
+    # -- what fragments need ----------------------------------------------------------------------------------
+
+    def tell(self, worker: int, message: Any) -> None:
+        self._crew.send(worker, message)
+
+    def allocate_arena(self, size: int) -> Any:
+        return self._crew.allocate_arena(size)
+
+    def put_weights(self, data: bytes, version: int) -> int:
+        return self._crew.put_weights(data, version)
+
+    def incarnations(self, slots: list[int]) -> list[int]:
+        return [self._incarnation[slot] for slot in slots]
+
+    def bring_back(self, worker: int) -> bool:
+        """Whether all environments of this worker are there; what is missing is asked for."""
+        for slot in self.slots_of[worker]:
+            if slot in self._gone:
+                if slot not in self._rebuilding:
+                    self._due.setdefault(slot, self._until[slot])
+            elif slot in self._held:
+                del self._held[slot]  # its first row becomes the observation to go on from
+                self._lost.pop(slot, None)
+                self.buffers.side[slot] ^= 1
+                self._find_side()
+                self.ended[slot] = False
+        return not any(slot in self._gone for slot in self.slots_of[worker]) and worker not in self._respawn
+
+    def collected(self, slots: list[int], stepped: Any) -> None:
+        """A fragment of these slots arrived: they are in the middle of an episode. `stepped`: [N], its first row."""
+        self.started[slots] = True
+        self.ended[slots] = False
+        self._proven[slots] |= stepped[slots]
+
     # -- the rest ---------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Give up every row under way (before a reset): wait for the workers to finish it, then forget it."""
         while any(t.kind != "call" for tickets in self._open for t in tickets.values()):
-            self._turn(None)
+            self.turn(None)
         self.forget()
 
     def forget(self) -> None:
@@ -756,8 +807,8 @@ class Pool:
 
     def stats(self) -> dict[str, Any]:
         return {
-            "workers": len(self._slots_of),
-            "worker_pids": [self._crew.pid(w) for w in range(len(self._slots_of))],
+            "workers": len(self.slots_of),
+            "worker_pids": [self._crew.pid(w) for w in range(len(self.slots_of))],
             "events": dict(self.events.counts),
             "slow_slots": sorted(self._slow),
             "step_time_s": self.buffers.pace_s.copy(),
@@ -765,9 +816,9 @@ class Pool:
         }
 
     def refuse_partial_vector(self, slots: list[int]) -> None:
-        if not self._is_vector:
+        if not self.is_vector:
             return
-        for its in self._slots_of:
+        for its in self.slots_of:
             chosen = set(its) & set(slots)
             if chosen and len(chosen) < len(its):
                 raise UsageError(

@@ -26,8 +26,9 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.errors import ClusterEnvError, SpecError
 from clusterenv.events import emit
+from clusterenv.pool.fragment import TICK
 from clusterenv.pool.messages import Close, FrameReader, encode, encode_quick
-from clusterenv.pool.worker import BELL, PROGRESS_BYTES
+from clusterenv.pool.worker import BELL, PROGRESS_BYTES, SharedMemory
 from clusterenv.spec import Blueprint
 
 __all__ = ["Exit", "ProcessCrew"]
@@ -72,6 +73,7 @@ class ProcessCrew:
         threads: int | None,
         spin_s: float,
         slots_of: list[list[int]],
+        preload: tuple[str, ...] = (),
     ) -> None:
         self._blueprint = blueprint
         self._mode = mode
@@ -79,6 +81,7 @@ class ProcessCrew:
         self._threads = threads
         self._spin_s = spin_s
         self._slots_of = slots_of
+        self._preload = preload
         self._owner = os.getpid()
         self._links: dict[int, _Link] = {}
         self._losing: dict[int, float] = {}  # closed their channel; the fork server's report is awaited, since when
@@ -90,10 +93,11 @@ class ProcessCrew:
         self._events: list[tuple[int, Any]] = []
         self._memory: mmap.mmap | None = None
         self._scratch = memoryview(bytearray(1 << 18))  # read into: a new buffer per message would cost more
-        self._data_fd = os.memfd_create("clusterenv-rows")
-        self._progress_fd = os.memfd_create("clusterenv-progress")
-        os.ftruncate(self._progress_fd, PROGRESS_BYTES * workers)
-        self._progress_map = mmap.mmap(self._progress_fd, 0)
+        self._shared = SharedMemory(*(os.memfd_create(f"clusterenv-{name}") for name in SharedMemory._fields))
+        os.ftruncate(self._shared.progress, PROGRESS_BYTES * workers)
+        self._progress_map = mmap.mmap(self._shared.progress, 0)
+        self._fragments: mmap.mmap | None = None
+        self._weights_room = 0
         self._progress = memoryview(self._progress_map).cast("i")
 
     # -- starting ---------------------------------------------------------------------------------------------
@@ -107,7 +111,7 @@ class ProcessCrew:
             # Blocking for `take` alone, and not for long: everything else asks not to wait.
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TAKE_TIMEOUT)
             self._progress[index * _PROGRESS_WORDS] = -1
-            self._tell(("spawn", index), [theirs.fileno(), self._data_fd, self._progress_fd])
+            self._tell(("spawn", index), [theirs.fileno(), *self._shared])
         self._links[index] = _Link(ours)
         self._by_fd[ours.fileno()] = index
         self._poller.register(ours, select.POLLIN)
@@ -137,7 +141,7 @@ class ProcessCrew:
         entry = spec.entry_point if spec is not None else None
         setup = {
             "sys_path": list(sys.path),
-            "modules": [entry.split(":")[0]] if isinstance(entry, str) else [],
+            "modules": [*self._preload, *([entry.split(":")[0]] if isinstance(entry, str) else [])],
             "payload": self._blueprint.payload,
             "num_envs": self._blueprint.num_envs,
             "mode": self._mode,
@@ -160,9 +164,27 @@ class ProcessCrew:
 
     def allocate(self, size: int) -> mmap.mmap:
         """The shared memory of the rows, which every worker maps when it is told the layout."""
-        os.ftruncate(self._data_fd, size)
-        self._memory = mmap.mmap(self._data_fd, 0)
+        os.ftruncate(self._shared.rows, size)
+        self._memory = mmap.mmap(self._shared.rows, 0)
         return self._memory
+
+    def allocate_arena(self, size: int) -> mmap.mmap:
+        """The shared memory of fragments; mapped by workers when they are told its layout. Only ever grows."""
+        os.ftruncate(self._shared.fragments, max(size, os.fstat(self._shared.fragments).st_size))
+        if self._fragments is not None:
+            with contextlib.suppress(BufferError):  # the user still holds a view: freed with it
+                self._fragments.close()
+        self._fragments = mmap.mmap(self._shared.fragments, 0)
+        return self._fragments
+
+    def put_weights(self, data: bytes, version: int) -> int:
+        """Write weights where workers can read them, beside the last ones; returns their offset."""
+        if len(data) > self._weights_room:
+            self._weights_room = len(data)
+            os.ftruncate(self._shared.weights, 2 * len(data))
+        offset = (version % 2) * self._weights_room
+        os.pwrite(self._shared.weights, data, offset)
+        return offset
 
     # -- messages ---------------------------------------------------------------------------------------------
 
@@ -322,10 +344,10 @@ class ProcessCrew:
 
     # -- watching and ending ----------------------------------------------------------------------------------
 
-    def progress(self, index: int) -> tuple[int, int]:
-        """(slot, phase) that the worker is in; slot -1 before it began."""
+    def progress(self, index: int) -> tuple[int, int, int]:
+        """(slot, phase, step of a fragment) that the worker is in; slot -1 before it began."""
         at = index * _PROGRESS_WORDS
-        return self._progress[at], self._progress[at + 1]
+        return self._progress[at], self._progress[at + 1], self._progress[at + TICK]
 
     def is_running(self, index: int) -> bool:
         return index in self._links
@@ -374,11 +396,14 @@ class ProcessCrew:
             with contextlib.suppress(BufferError):  # the user still holds a view: freed with it
                 self._memory.close()
             self._memory = None
-        for name in ("_data_fd", "_progress_fd"):
-            fd = getattr(self, name)
+        if self._fragments is not None:
+            with contextlib.suppress(BufferError):
+                self._fragments.close()
+            self._fragments = None
+        for fd in self._shared:
             if fd >= 0:
                 os.close(fd)
-                setattr(self, name, -1)
+        self._shared = SharedMemory(-1, -1, -1, -1)
 
 
 def _how_it_ended(status: int) -> str:

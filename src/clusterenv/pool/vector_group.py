@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from clusterenv.infos import Column, Columns
-from clusterenv.pool.group import CALL, INIT, PHASES, RESET, STEP, _Caught
+from clusterenv.pool.group import CALL, INIT, PHASES, RESET, STEP, Caught
 from clusterenv.pool.layout import Buffers, assemble, bad_rows, flatten
 from clusterenv.pool.messages import Build, Built, Call, Fault, Rebuild, Reply, Reset, SetAttr, Step, Sticky
 from clusterenv.spec import Vector
@@ -38,7 +38,7 @@ class VectorGroup:
             return Built(request.request, None, None, {}, None, None, None, [])
         try:
             self._make(request.seeds, [])
-        except _Caught as error:
+        except Caught as error:
             return Built(request.request, None, None, {}, None, None, None, self._faults(INIT, error))
         venv = self._venv
         assert venv is not None
@@ -95,7 +95,7 @@ class VectorGroup:
             buffers.terminated[rows] = terminations
             buffers.truncated[rows] = truncations
             self._refuse_bad(side)
-        except _Caught as error:
+        except Caught as error:
             return Reply(request, self._slots, faults=self._faults(STEP, error))
         if infos:
             return Reply(request, self._slots, self._columns(infos))
@@ -131,7 +131,7 @@ class VectorGroup:
             self._buffers.terminated[request.slots] = False
             self._buffers.truncated[request.slots] = False
             self._refuse_bad(side)
-        except _Caught as error:
+        except Caught as error:
             return Reply(request.request, self._slots, faults=self._faults(phase, error))
         return Reply(request.request, request.slots, self._columns(infos) if infos else None)
 
@@ -147,7 +147,7 @@ class VectorGroup:
             else:
                 result = venv.call(request.name, *request.args, **request.kwargs)
             return Reply(request.request, [], result=list(result))
-        except _Caught as error:
+        except Caught as error:
             return Reply(request.request, [], faults=self._describe(CALL, error)[:1])
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class VectorGroup:
         if venv is not None:
             try:
                 venv.close()
-            except _Caught:
+            except Caught:
                 traceback.print_exc()
 
     def _write(self, obs: Any) -> int:

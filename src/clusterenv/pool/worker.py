@@ -15,11 +15,12 @@ import signal
 import socket
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.pool.fragment import FragmentLoop
 from clusterenv.pool.group import EnvGroup
 from clusterenv.pool.layout import Buffers
 from clusterenv.pool.messages import (
@@ -28,10 +29,14 @@ from clusterenv.pool.messages import (
     Call,
     Close,
     FrameReader,
+    LoadWeights,
+    MapArena,
     Rebuild,
     Reply,
     Reset,
+    RunFragment,
     SetAttr,
+    SetPolicy,
     Step,
     encode,
     encode_quick,
@@ -39,7 +44,7 @@ from clusterenv.pool.messages import (
 from clusterenv.pool.vector_group import VectorGroup
 from clusterenv.spec import Vector
 
-__all__ = ["BELL", "PROGRESS_BYTES", "make_group", "run"]
+__all__ = ["BELL", "PROGRESS_BYTES", "SharedMemory", "make_group", "run"]
 
 BELL = 2
 """Which progress word the head changes after it sent something: looking at it takes no system call."""
@@ -48,6 +53,15 @@ PROGRESS_BYTES = 64
 """Progress words of one worker: a cache line each, so that workers do not share one."""
 
 _PR_SET_PDEATHSIG = 1
+
+
+class SharedMemory(NamedTuple):
+    """Descriptors of what head and workers share."""
+
+    rows: int
+    progress: int
+    fragments: int
+    weights: int
 
 
 def make_group(makers: Any, mode: AutoresetMode | None, check: bool, progress: memoryview) -> EnvGroup | VectorGroup:
@@ -80,8 +94,7 @@ class _TaggedOutput(io.TextIOBase):
 def run(
     index: int,
     channel: socket.socket,
-    data_fd: int,
-    progress_fd: int,
+    memory: SharedMemory,
     makers: Any,
     mode: AutoresetMode | None,
     check: bool,
@@ -93,7 +106,7 @@ def run(
     if os.getppid() != parent:  # the parent died before the line above took effect
         os._exit(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
-    progress_map = mmap.mmap(progress_fd, 0)
+    progress_map = mmap.mmap(memory.progress, 0)
     progress = memoryview(progress_map).cast("i")[index * PROGRESS_BYTES // 4 :]
     sys.stdout = _TaggedOutput(1, progress)
     sys.stderr = _TaggedOutput(2, progress)
@@ -126,8 +139,18 @@ def run(
             elif isinstance(message, Build):
                 send(group.build(message))
             elif isinstance(message, Attach):
-                buffers = Buffers(message.layout, mmap.mmap(data_fd, 0))
+                buffers = Buffers(message.layout, mmap.mmap(memory.rows, 0))
                 group.attach(buffers, message.observation_space, message.action_space)
+                if isinstance(group, EnvGroup):
+                    loop = FragmentLoop(group, message.observation_space)
+            elif isinstance(message, RunFragment):
+                send(loop.run(message))
+            elif isinstance(message, LoadWeights):
+                send(loop.load(message, memoryview(mmap.mmap(memory.weights, 0, prot=mmap.PROT_READ))))
+            elif isinstance(message, SetPolicy):
+                send(loop.set_policy(message))
+            elif isinstance(message, MapArena):
+                loop.map_arena(message.layout, mmap.mmap(memory.fragments, 0))
             elif isinstance(message, Close):
                 group.close()
                 sys.stdout.flush()

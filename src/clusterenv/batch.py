@@ -1,0 +1,167 @@
+"""`Rollout`: what a collector hands to a learner, `[T, N, ...]` with version, validity and true final observations.
+
+Made by `collector.py` from fragments; read by learners and by `learning.py`. Holds no reference to any process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["Episodes", "Receipt", "Rollout", "Transitions", "map_arrays"]
+
+
+def _no_ints() -> Any:
+    return np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """One row per episode that ended in a rollout, in the order of (t, slot)."""
+
+    slots: Any = field(default_factory=_no_ints)  # [E]
+    t: Any = field(default_factory=_no_ints)  # [E], the row in which it ended
+    returns: Any = field(default_factory=lambda: np.zeros(0))  # [E]
+    lengths: Any = field(default_factory=_no_ints)  # [E]
+    infos: list[dict[str, Any]] = field(default_factory=list)
+    """The info of each last step."""
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+class Receipt(NamedTuple):
+    """How stale one worker's columns are."""
+
+    worker: int
+    slots: tuple[int, ...]
+    version: int
+    lag: int
+    """Versions between the one that acted and the newest."""
+    drift: float | None
+    """Mean divergence of the acting policy from the newest, where the rule measured it."""
+    drift_se: float | None
+
+
+class Transitions(NamedTuple):
+    """Valid transitions only, flat: row i of every array belongs together."""
+
+    obs: Any
+    actions: Any
+    rewards: Any
+    next_obs: Any
+    terminations: Any
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """T steps of N environments, acted by the workers.
+
+    There are no reset rows: an environment whose episode ends is reset in the same step, `obs[t + 1]` is the first
+    observation of the next episode, and the true last observation is in `final_obs`.
+
+    `obs` (and `last_obs`, `final_obs`) have the structure of the observation space: an array, a dict, a tuple.
+    """
+
+    obs: Any  # [T, N, ...]; obs[t] is what actions[t] was chosen on
+    actions: Any  # [T, N, ...]
+    rewards: Any  # [T, N] float64
+    terminations: Any  # [T, N] bool
+    truncations: Any  # [T, N] bool
+    logprobs: Any  # [T, N] float32, with which the action was really sampled
+    versions: Any  # [T, N] int64, the policy that acted
+    valid: Any  # [T, N] bool; False where an environment was lost: learn nothing from such a row
+    episode_starts: Any  # [T, N] bool; obs[t] is the first of its episode
+    last_obs: Any  # [N, ...]; after row T-1, of the running episode
+    final_obs: Any  # [K, ...]; the true last observation of each episode that ended
+    final_at: Any  # [K, 2] int; its (t, n)
+    slots: Any  # [N] int, ascending
+    infos: dict[str, Any] = field(default_factory=dict)  # key -> [T, N, ...], with "_key" masks as Gymnasium has them
+    episodes: Episodes = field(default_factory=Episodes)
+    action_masks: Any = None  # [T, N, actions] bool, where the policy has masks
+    initial_state: Any = None  # pytree [N, ...], recurrent state before row 0
+    receipts: tuple[Receipt, ...] = ()
+
+    @property
+    def num_steps(self) -> int:
+        return int(self.rewards.shape[0])
+
+    @property
+    def num_envs(self) -> int:
+        return int(self.rewards.shape[1])
+
+    def next_obs(self) -> Any:
+        """[T, N, ...]: the observation after each step; of the same episode, also where it ended."""
+        when, who = self.final_at[:, 0], self.final_at[:, 1]
+
+        def shift(obs: Any, last: Any, final: Any) -> Any:
+            following = _concat(obs[1:], last[None])
+            if len(when):
+                following[when, who] = final
+            return following
+
+        return map_arrays(shift, self.obs, self.last_obs, self.final_obs)
+
+    def transitions(self) -> Transitions:
+        """Valid (s, a, r, s', terminated) rows, flat, for a replay buffer."""
+        keep = self.valid.reshape(-1)
+
+        def rows(values: Any) -> Any:
+            return values.reshape(-1, *values.shape[2:])[keep]
+
+        return Transitions(
+            map_arrays(rows, self.obs),
+            map_arrays(rows, self.actions),
+            rows(self.rewards),
+            map_arrays(rows, self.next_obs()),
+            rows(self.terminations),
+        )
+
+    def flatten(self) -> Rollout:
+        """The same rows with time and environments in one axis [T * N, ...]; what has no such axis stays."""
+
+        def join(values: Any) -> Any:
+            return values.reshape(-1, *values.shape[2:])
+
+        names = ("obs", "actions", "rewards", "terminations", "truncations", "logprobs", "versions", "valid")
+        flat: dict[str, Any] = {name: map_arrays(join, getattr(self, name)) for name in (*names, "episode_starts")}
+        masks = None if self.action_masks is None else join(self.action_masks)
+        infos = {key: join(values) for key, values in self.infos.items()}
+        return replace(self, **flat, infos=infos, action_masks=masks)
+
+    def torch(self, device: Any = None) -> Rollout:
+        """Every numeric array as a tensor on `device`; float64 becomes float32, as learners expect."""
+        import torch
+
+        def convert(values: Any) -> Any:
+            if not isinstance(values, np.ndarray) or values.dtype == object:
+                return values
+            if values.dtype == np.float64:
+                values = values.astype(np.float32)
+            return torch.as_tensor(np.ascontiguousarray(values), device=device)
+
+        skip = ("episodes", "receipts", "slots")
+        changed = {f.name: map_arrays(convert, getattr(self, f.name)) for f in fields(self) if f.name not in skip}
+        return replace(self, **changed)
+
+
+def map_arrays(function: Callable[..., Any], first: Any, *others: Any) -> Any:
+    """`function` over the leaves of dicts, tuples and lists of the same structure; None stays."""
+    if first is None:
+        return None
+    if isinstance(first, dict):
+        return {key: map_arrays(function, value, *(other[key] for other in others)) for key, value in first.items()}
+    if isinstance(first, (tuple, list)):
+        return tuple(map_arrays(function, *items) for items in zip(first, *others, strict=True))
+    return function(first, *others)
+
+
+def _concat(first: Any, second: Any) -> Any:
+    if isinstance(first, np.ndarray):
+        return np.concatenate([first, second])
+    import torch
+
+    return torch.cat([first, second])

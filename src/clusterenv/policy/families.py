@@ -1,0 +1,372 @@
+"""Distributions over actions, in numpy, as a worker needs them: noise in, actions and log-probabilities out.
+
+A policy's forward pass gives one float32 array `params [B, P]` per step; its family says what the numbers mean. Pure:
+randomness enters as `noise [B, noise_size]`, so that what a slot does depends on its own random stream alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from gymnasium import Space, spaces
+
+from clusterenv.errors import PolicyError
+
+__all__ = [
+    "Bernoulli",
+    "Categorical",
+    "Deterministic",
+    "EpsilonGreedy",
+    "Family",
+    "MultiCategorical",
+    "Normal",
+    "TanhNormal",
+    "Uniform",
+    "family_for",
+]
+
+Noise = Literal["gumbel", "normal", "uniform"]
+_NEVER = np.float32(-1e9)
+"""The logit of a masked action: finite, so that KL and entropy stay finite."""
+_HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
+
+class Sample(NamedTuple):
+    actions: Any  # [B, ...] as the learner gets them
+    logprobs: Any  # [B] float32
+    for_env: Any  # [B, ...] as the environments get them (clipped to their space)
+
+
+class Family(Protocol):
+    """What the numbers of a forward pass mean."""
+
+    name: str
+    num_params: int
+    noise: Noise
+    noise_size: int
+
+    def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample: ...
+
+    def mode(self, params: Any) -> Any:
+        """The greedy action [B, ...], as the environments get it."""
+
+    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any: ...
+
+
+def _log_softmax(logits: Any) -> Any:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+class Categorical:
+    """Params are logits [B, n]."""
+
+    name = "categorical"
+    noise: Noise = "gumbel"
+
+    def __init__(self, space: spaces.Discrete) -> None:
+        self.num_params = self.noise_size = int(space.n)
+        self._start, self._dtype = int(space.start), np.dtype(space.dtype)
+        self._rows: Any = np.arange(0)
+
+    def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample:
+        chosen = (params + noise).argmax(axis=1)
+        logprobs = self._chosen(params, chosen)
+        actions = chosen if not self._start else chosen + self._start
+        if actions.dtype != self._dtype:
+            actions = actions.astype(self._dtype)
+        return Sample(actions, logprobs, actions)
+
+    def _chosen(self, logits: Any, chosen: Any) -> Any:
+        if len(self._rows) != len(logits):
+            self._rows = np.arange(len(logits))
+        top = np.maximum.reduce(logits, axis=1)
+        total = np.add.reduce(np.exp(logits - top[:, None]), axis=1)
+        return logits[self._rows, chosen] - top - np.log(total)
+
+    def mode(self, params: Any) -> Any:
+        return (params.argmax(axis=1) + self._start).astype(self._dtype)
+
+    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        return self._chosen(params, np.asarray(actions) - self._start)
+
+
+class MultiCategorical:
+    """Independent categoricals; params are their logits side by side [B, sum(nvec)]."""
+
+    name = "multi-categorical"
+    noise: Noise = "gumbel"
+
+    def __init__(self, space: spaces.MultiDiscrete) -> None:
+        self._shape = space.shape
+        self._start = np.asarray(space.start).reshape(-1)
+        self._dtype = np.dtype(space.dtype)
+        ends = np.cumsum(np.asarray(space.nvec).reshape(-1)).tolist()
+        self._parts = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        self.num_params = self.noise_size = int(ends[-1])
+
+    def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample:
+        noisy = params + noise
+        chosen = np.stack([noisy[:, part].argmax(axis=1) for part in self._parts], axis=1)
+        actions = self._shaped(chosen)
+        return Sample(actions, self._chosen(params, chosen), actions)
+
+    def _chosen(self, params: Any, chosen: Any) -> Any:
+        total = np.zeros(len(params), dtype=np.float32)
+        rows = np.arange(len(params))
+        for i, part in enumerate(self._parts):
+            total += _log_softmax(params[:, part])[rows, chosen[:, i]]
+        return total
+
+    def _shaped(self, chosen: Any) -> Any:
+        return (chosen + self._start).astype(self._dtype).reshape(-1, *self._shape)
+
+    def mode(self, params: Any) -> Any:
+        return self._shaped(np.stack([params[:, part].argmax(axis=1) for part in self._parts], axis=1))
+
+    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        return self._chosen(params, np.asarray(actions).reshape(len(params), -1) - self._start)
+
+
+class Bernoulli:
+    """Independent coins; params are their logits [B, n]."""
+
+    name = "bernoulli"
+    noise: Noise = "uniform"
+
+    def __init__(self, space: spaces.MultiBinary) -> None:
+        self._shape, self._dtype = space.shape, np.dtype(space.dtype)
+        self.num_params = self.noise_size = int(np.prod(space.shape))
+
+    def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample:
+        flat = noise < 1.0 / (1.0 + np.exp(-np.clip(params, -80.0, 80.0)))
+        actions = flat.astype(self._dtype).reshape(-1, *self._shape)
+        return Sample(actions, self.logprob(params, flat, knobs), actions)
+
+    def mode(self, params: Any) -> Any:
+        return (params > 0).astype(self._dtype).reshape(-1, *self._shape)
+
+    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        taken = np.asarray(actions).reshape(len(params), -1).astype(np.bool_)
+        return -np.logaddexp(0.0, np.where(taken, -params, params)).sum(axis=1).astype(np.float32)
+
+
+class _Continuous:
+    noise: Noise = "normal"
+
+    def __init__(self, space: spaces.Box) -> None:
+        self._shape, self._dtype = space.shape, np.dtype(space.dtype)
+        self._size = self.noise_size = int(np.prod(space.shape))
+        self._low, self._high = space.low.reshape(1, -1), space.high.reshape(1, -1)
+        self._bounded = bool((np.isfinite(space.low) | np.isfinite(space.high)).any())
+
+    def _shaped(self, flat: Any) -> Any:
+        return flat.astype(self._dtype, copy=False).reshape(-1, *self._shape)
+
+    def _clipped(self, flat: Any) -> Any:
+        return self._shaped(np.clip(flat, self._low, self._high) if self._bounded else flat)
+
+
+class Normal(_Continuous):
+    """Independent normals; params are means and log standard deviations [B, 2 d].
+
+    The environment gets the action clipped to its space; the batch keeps it as sampled, so that its log-probability is
+    that of the normal.
+    """
+
+    name = "normal"
+
+    def __init__(self, space: spaces.Box) -> None:
+        super().__init__(space)
+        self.num_params = 2 * self._size
+
+    def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample:
+        mean, log_std = params[:, : self._size], params[:, self._size :]
+        flat = mean + np.exp(log_std) * noise
+        logprobs = (-0.5 * noise * noise - log_std - _HALF_LOG_2PI).sum(axis=1)
+        return Sample(self._shaped(flat), logprobs, self._clipped(flat))
+
+    def mode(self, params: Any) -> Any:
+        return self._clipped(params[:, : self._size])
+
+    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        mean, log_std = params[:, : self._size], params[:, self._size :]
+        z = (np.asarray(actions).reshape(len(params), -1) - mean) / np.exp(log_std)
+        return (-0.5 * z * z - log_std - _HALF_LOG_2PI).sum(axis=1)
+
+
+class TanhNormal(_Continuous):
+    """Normals squashed by tanh into the space's bounds; params as for `Normal`, before the squash."""
+
+    name = "tanh-normal"
+
+    def __init__(self, space: spaces.Box) -> None:
+        super().__init__(space)
+        if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+            raise PolicyError(f"a tanh-normal policy needs a bounded action space, not {space}")
+        self.num_params = 2 * self._size
+        self._scale = ((space.high - space.low) / 2).reshape(1, -1).astype(np.float32)
+        self._middle = ((space.high + space.low) / 2).reshape(1, -1).astype(np.float32)
+
+    def _density(self, params: Any, z: Any, before: Any) -> Any:
+        log_std = params[:, self._size :]
+        # log(1 - tanh(x)^2), written so that it stays exact far out
+        squash = 2.0 * (math.log(2.0) - before - np.logaddexp(0.0, -2.0 * before))
+        inside = -0.5 * z * z - log_std - _HALF_LOG_2PI - squash - np.log(self._scale)
+        return inside.sum(axis=1).astype(np.float32)
+
+    def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample:
+        before = params[:, : self._size] + np.exp(params[:, self._size :]) * noise
+        actions = self._shaped(np.tanh(before) * self._scale + self._middle)
+        return Sample(actions, self._density(params, noise, before), actions)
+
+    def mode(self, params: Any) -> Any:
+        return self._shaped(np.tanh(params[:, : self._size]) * self._scale + self._middle)
+
+    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        squashed = (np.asarray(actions).reshape(len(params), -1) - self._middle) / self._scale
+        edge = 1.0 - float(np.finfo(np.float32).eps)
+        before = np.arctanh(np.clip(squashed, -edge, edge))
+        z = (before - params[:, : self._size]) / np.exp(params[:, self._size :])
+        return self._density(params, z, before)
+
+
+class Deterministic(_Continuous):
+    """An action plus normal noise, clipped to the space (DDPG, TD3); params are the action [B, d].
+
+    `knobs["noise"]` is the noise's standard deviation, for all slots or for each. The log-probability is that of the
+    noise before the clip; 0 where there is none.
+    """
+
+    name = "deterministic"
+
+    def __init__(self, space: spaces.Box) -> None:
+        super().__init__(space)
+        self.num_params = self._size
+
+    def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample:
+        sigma = _column(knobs.get("noise", 0.0), len(params))
+        actions = self._clipped(params + sigma * noise)
+        return Sample(actions, self._density(noise, sigma), actions)
+
+    def _density(self, z: Any, sigma: Any) -> Any:
+        quiet = sigma <= 0
+        inside = -0.5 * z * z - np.log(np.where(quiet, 1.0, sigma)) - _HALF_LOG_2PI
+        return np.where(quiet[:, 0], 0.0, inside.sum(axis=1)).astype(np.float32)
+
+    def mode(self, params: Any) -> Any:
+        return self._clipped(params)
+
+    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        sigma = _column(knobs.get("noise", 0.0), len(params))
+        z = (np.asarray(actions).reshape(len(params), -1) - params) / np.where(sigma <= 0, 1.0, sigma)
+        return self._density(z, sigma)
+
+
+class EpsilonGreedy:
+    """The best of the Q-values, or with probability `knobs["epsilon"]` any action; params are Q-values [B, n]."""
+
+    name = "epsilon-greedy"
+    noise: Noise = "uniform"
+    noise_size = 2
+
+    def __init__(self, space: spaces.Discrete) -> None:
+        self.num_params = int(space.n)
+        self._start, self._dtype = int(space.start), np.dtype(space.dtype)
+
+    def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample:
+        epsilon = _column(knobs.get("epsilon", 0.0), len(params))[:, 0]
+        allowed = params > _NEVER
+        counts = allowed.sum(axis=1)
+        # The j-th allowed action, j uniform.
+        j = np.minimum((noise[:, 1] * counts).astype(np.int64), counts - 1)
+        anything = (allowed.cumsum(axis=1) == (j + 1)[:, None]).argmax(axis=1)
+        chosen = np.where(noise[:, 0] < epsilon, anything, params.argmax(axis=1))
+        actions = (chosen + self._start).astype(self._dtype)
+        return Sample(actions, self.logprob(params, actions, knobs), actions)
+
+    def mode(self, params: Any) -> Any:
+        return (params.argmax(axis=1) + self._start).astype(self._dtype)
+
+    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        epsilon = _column(knobs.get("epsilon", 0.0), len(params))[:, 0]
+        counts = (params > _NEVER).sum(axis=1)
+        greedy = params.argmax(axis=1) == np.asarray(actions) - self._start
+        with np.errstate(divide="ignore"):  # an action that this policy never takes has log-probability -inf
+            return np.log(epsilon / counts + (1.0 - epsilon) * greedy).astype(np.float32)
+
+
+class Uniform:
+    """Any action of the space, alike (Box: within its bounds, which must be finite); params are empty [B, 0]."""
+
+    name = "uniform"
+    noise: Noise = "uniform"
+    num_params = 0
+
+    def __init__(self, space: Space[Any]) -> None:
+        self._space_shape, self._dtype = tuple(space.shape or ()), np.dtype(space.dtype)
+        if isinstance(space, spaces.Discrete):
+            low, count = np.array([int(space.start)]), np.array([int(space.n)])
+        elif isinstance(space, spaces.MultiDiscrete):
+            low, count = np.asarray(space.start).reshape(-1), np.asarray(space.nvec).reshape(-1)
+        elif isinstance(space, spaces.MultiBinary):
+            size = int(np.prod(space.shape))
+            low, count = np.zeros(size, dtype=np.int64), np.full(size, 2)
+        elif isinstance(space, spaces.Box) and np.isfinite(space.low).all() and np.isfinite(space.high).all():
+            low, count = space.low.reshape(-1), (space.high.astype(np.float64) - space.low).reshape(-1)
+        else:
+            raise PolicyError(f"RandomPolicy cannot sample {space}: it takes Discrete, MultiDiscrete, MultiBinary, Box")
+        self._low, self._count = low, count
+        self._whole = not isinstance(space, spaces.Box)
+        self.noise_size = len(low)
+        self._logprob = np.float32(-np.log(np.maximum(count, 1e-30)).sum())
+
+    def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample:
+        value = noise * self._count
+        if self._whole:
+            value = np.minimum(value.astype(np.int64), self._count - 1)
+        actions = (self._low + value).astype(self._dtype).reshape(-1, *self._space_shape)
+        return Sample(actions, np.full(len(noise), self._logprob), actions)
+
+    def mode(self, params: Any) -> Any:
+        raise PolicyError("a random policy has no greedy action: evaluate(deterministic=False)")
+
+    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        return np.full(len(actions), self._logprob)
+
+
+def _column(value: Any, rows: int) -> Any:
+    """A number for all rows, or one for each, as [B, 1]."""
+    column = np.asarray(value, dtype=np.float32).reshape(-1, 1)
+    return np.broadcast_to(column, (rows, 1))
+
+
+def mask_logits(params: Any, mask: Any) -> Any:
+    """Rule out actions whose mask is False (or 0)."""
+    return np.where(np.asarray(mask, dtype=np.bool_), params, _NEVER)
+
+
+_NAMED: dict[str, tuple[type, Any]] = {
+    "categorical": (spaces.Discrete, Categorical),
+    "multi-categorical": (spaces.MultiDiscrete, MultiCategorical),
+    "bernoulli": (spaces.MultiBinary, Bernoulli),
+    "normal": (spaces.Box, Normal),
+    "tanh-normal": (spaces.Box, TanhNormal),
+    "deterministic": (spaces.Box, Deterministic),
+    "epsilon-greedy": (spaces.Discrete, EpsilonGreedy),
+}
+
+
+def family_for(name: str, action_space: Space[Any]) -> Family:
+    """The family of this name over this action space; PolicyError where they do not fit."""
+    if name == "categorical" and isinstance(action_space, spaces.MultiDiscrete):
+        name = "multi-categorical"
+    if name not in _NAMED:
+        raise PolicyError(f"dist={name!r} is not known; choose one of {', '.join(_NAMED)}, or pass a function")
+    wanted, family = _NAMED[name]
+    if not isinstance(action_space, wanted):
+        raise PolicyError(f"a {name} policy acts in a {wanted.__name__} space, but the action space is {action_space}")
+    made: Family = family(action_space)
+    return made

@@ -1,0 +1,223 @@
+"""The pool's side of fragments: which worker collects what, under which policy, and what becomes of it when one dies.
+
+`Collector` attaches a policy, offers weights, starts fragments and takes them. The unfinished fragment of a dead worker
+is dropped whole and run again by its replacement, so nothing is ever spliced.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from clusterenv.errors import DeadlineError, PolicyError
+from clusterenv.policy.families import Family
+from clusterenv.pool.arena import Arena, ArenaLayout, Side
+from clusterenv.pool.layout import Layout, leaves_of
+from clusterenv.pool.messages import FragmentResult, LoadWeights, MapArena, Reply, RunFragment, SetPolicy
+
+__all__ = ["Attached", "FragmentDesk", "Host"]
+
+
+class Attached(NamedTuple):
+    """A policy as workers are told of it."""
+
+    recipe: bytes
+    family: Family
+    mask: str | None
+    seed: int
+    info_keys: tuple[str, ...]
+
+
+class Host(Protocol):
+    """What the desk needs of a pool."""
+
+    layout: Layout
+    buffers: Any
+    num_envs: int
+    single_action_space: Any
+    slots_of: list[list[int]]
+
+    def number(self) -> int: ...
+    def post(self, worker: int, kind: str, slots: list[int], message: Any) -> int: ...
+    def turn(self, deadline: float | None) -> None: ...
+    def tell(self, worker: int, message: Any) -> None: ...
+    def bring_back(self, worker: int) -> bool: ...
+    def incarnations(self, slots: list[int]) -> list[int]: ...
+    def collected(self, slots: list[int], stepped: Any) -> None: ...
+    def allocate_arena(self, size: int) -> Any: ...
+    def put_weights(self, data: bytes, version: int) -> int: ...
+
+
+class FragmentDesk:
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._policy: Attached | None = None
+        self._epoch = 0  # counts policies: a worker that has an older one is told anew
+        self._arena: Arena | None = None
+        self._arena_epoch = 0
+        self._weights = (-1, 0, 0)  # version, offset, size
+        self._known: dict[int, tuple[int, int, int]] = {}  # worker → epochs of policy and arena, version
+        self._waiting: set[int] = set()  # workers whose fragment is not begun
+        self._running: dict[int, float] = {}  # since when
+        self._stale: set[int] = set()  # running, but nobody wants the result any more
+        self._done: dict[int, FragmentResult | None] = {}
+        self._started = False
+        self._error: PolicyError | None = None
+        self._side = 0
+        self._num_steps = 0
+        self._knobs: dict[str, Any] = {}
+        self.on_loss: Literal["rerun", "mask"] = "rerun"
+        self.busy_s = np.zeros(len(host.slots_of))
+
+    # -- what the collector asks ------------------------------------------------------------------------------
+
+    def attach(self, policy: Attached) -> None:
+        self._policy = policy
+        self._epoch += 1
+        self._weights = (-1, 0, 0)
+
+    def offer(self, version: int, data: bytes) -> None:
+        """Weights of a new version; workers load them before their next fragment."""
+        self._weights = (version, self._host.put_weights(data, version), len(data))
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def is_under_way(self) -> bool:
+        """A fragment was started, and not taken or abandoned."""
+        return self._started
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    def start(self, num_steps: int, knobs: dict[str, Any]) -> None:
+        """Every worker begins a fragment as soon as it can."""
+        assert self._policy is not None
+        while self._stale & self._running.keys():  # of an earlier call that failed
+            self._host.turn(None)
+        self._stale.clear()
+        self._prepare_arena(num_steps)
+        self._side = 1 - self._side
+        self._num_steps, self._knobs = num_steps, knobs
+        self._done = {}
+        self._error = None
+        self._started = True
+        self._waiting = set(range(len(self._host.slots_of)))
+        self._begin_ready()
+
+    def take(self, deadline: float | None, timeout_s: float | None) -> tuple[Side, dict[int, FragmentResult | None]]:
+        """All fragments; None for a worker whose fragment was lost and is not run again."""
+        try:
+            while self.is_busy:
+                self._begin_ready()
+                if deadline is not None and time.monotonic() >= deadline:
+                    late = sorted(self._waiting | self._running.keys())
+                    raise DeadlineError(
+                        f"workers {late} have no whole fragment within {timeout_s} s. Nothing is lost: call again"
+                    )
+                self._host.turn(deadline)
+                if self._error is not None:
+                    raise self._error
+        except DeadlineError:
+            raise
+        except BaseException:
+            self.abandon()
+            raise
+        assert self._arena is not None
+        self._started = False
+        return self._arena.sides[self._side], self._done
+
+    def abandon(self) -> None:
+        """Give up what is under way: it runs to its end, and is dropped."""
+        self._started = False
+        self._stale |= self._running.keys()
+        self._waiting.clear()
+
+    # -- what the pool tells ----------------------------------------------------------------------------------
+
+    def took(self, worker: int, kind: str, reply: Reply) -> None:
+        result: FragmentResult | None = reply.result
+        if result is not None and result.policy_error is not None and worker not in self._stale:
+            what, text = result.policy_error
+            self._error = PolicyError(f"{what} (worker {worker})\n{text}", remote_traceback=text)
+        if kind != "fragment" or result is None:
+            return
+        assert self._arena is not None
+        self.busy_s[worker] += time.monotonic() - self._running.pop(worker)
+        self._keep_last_obs(worker, result.num_steps)
+        if result.num_steps:
+            self._host.collected(self._host.slots_of[worker], self._arena.sides[self._side].valid[0])
+        if worker in self._stale:
+            self._stale.discard(worker)
+        else:
+            self._done[worker] = result
+
+    def lost(self, worker: int) -> None:
+        """The worker died; its replacement knows nothing."""
+        self._known.pop(worker, None)
+        if self._running.pop(worker, None) is None:
+            return
+        if worker in self._stale:
+            self._stale.discard(worker)
+        elif self.on_loss == "mask":
+            self._done[worker] = None
+        else:
+            self._waiting.add(worker)
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _prepare_arena(self, num_steps: int) -> None:
+        host, policy = self._host, self._policy
+        assert policy is not None
+        masks = 0 if policy.mask is None else policy.family.num_params
+        old = self._arena.layout if self._arena is not None else None
+        if old is not None and old.num_steps >= num_steps and old.num_masks == masks:
+            return
+        layout = ArenaLayout(num_steps, host.num_envs, host.layout.obs, leaves_of(host.single_action_space)[0], masks)
+        self._arena = Arena(layout, host.allocate_arena(layout.size))
+        self._arena_epoch += 1
+
+    def _begin_ready(self) -> None:
+        for worker in sorted(self._waiting):
+            if self._host.bring_back(worker):
+                self._waiting.discard(worker)
+                self._send(worker)
+
+    def _send(self, worker: int) -> None:
+        host, policy = self._host, self._policy
+        assert policy is not None and self._arena is not None
+        slots = host.slots_of[worker]
+        epoch, arena_epoch, version = self._known.get(worker, (0, 0, -2))
+        if epoch != self._epoch:
+            host.post(worker, "policy", slots, SetPolicy(host.number(), *policy))
+            version = -2
+        if arena_epoch != self._arena_epoch:
+            host.tell(worker, MapArena(self._arena.layout))
+        newest, offset, size = self._weights
+        if version != newest:
+            host.post(worker, "policy", slots, LoadWeights(host.number(), newest, offset, size))
+        self._known[worker] = (self._epoch, self._arena_epoch, newest)
+        knobs = {name: _of_slots(value, slots) for name, value in self._knobs.items()}
+        incarnations = host.incarnations(slots)
+        message = RunFragment(host.number(), self._num_steps, self._side, knobs, incarnations)
+        host.post(worker, "fragment", slots, message)
+        self._running[worker] = time.monotonic()
+
+    def _keep_last_obs(self, worker: int, steps: int) -> None:
+        """`step` and the next fragment go on from the last observation."""
+        assert self._arena is not None
+        slots = self._host.slots_of[worker]
+        rows = slice(slots[0], slots[-1] + 1)
+        buffers, side = self._host.buffers, self._arena.sides[self._side]
+        for shared, collected in zip(buffers.obs, side.obs, strict=True):
+            shared[buffers.side[rows], np.arange(rows.start, rows.stop)] = collected[steps, rows]
+
+
+def _of_slots(value: Any, slots: list[int]) -> Any:
+    array = np.asarray(value)
+    return array[slots] if array.ndim else value

@@ -1,0 +1,390 @@
+"""The loop that acts and steps on a worker: T steps of its environments under one policy version.
+
+Enters: `RunFragment`. Leaves: rows in the arena and a `FragmentResult`. An episode that ends is followed by the next in
+the same step; an environment that fails costs its own column from there on, which is flagged invalid.
+"""
+
+from __future__ import annotations
+
+import mmap
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from clusterenv.batch import map_arrays
+from clusterenv.errors import PolicyError
+from clusterenv.policy.base import PAD, Actor, pad_rows
+from clusterenv.policy.codec import decode
+from clusterenv.policy.families import Family, mask_logits
+from clusterenv.policy.streams import Streams
+from clusterenv.pool.arena import Arena, ArenaLayout, Side
+from clusterenv.pool.group import INIT, POLICY, RESET, STEP, Caught, EnvGroup
+from clusterenv.pool.layout import Leaf, assemble, coerce, flatten
+from clusterenv.pool.messages import Fault, FragmentResult, LoadWeights, Reply, RunFragment, SetPolicy
+
+__all__ = ["TICK", "FragmentLoop"]
+
+TICK = 3
+"""Which progress word counts steps: one environment alone would otherwise look as if it stood still."""
+
+
+class FragmentLoop:
+    """One per worker, beside its `EnvGroup`."""
+
+    def __init__(self, group: EnvGroup, observation_space: Any) -> None:
+        self._group = group
+        self._space = observation_space
+        count = len(group.slots)
+        self._returns = np.zeros(count)
+        self._counted = np.zeros(count, dtype=np.int64)  # steps that are in `_returns`
+        self._masks: list[Any] = [None] * count  # of the infos last seen
+        self._actor: Actor | None = None
+        self._version = -1
+
+    # -- policy -----------------------------------------------------------------------------------------------
+
+    def set_policy(self, request: SetPolicy) -> Reply:
+        self._group.at[1] = INIT  # importing torch may take long
+        try:
+            self._actor = pickle.loads(request.recipe).build()
+            self._state = self._actor.initial_state(-(-len(self._group.slots) // PAD) * PAD)
+        except Exception as error:
+            return _policy_failed(request.request, "the policy could not be built on a worker", error)
+        self._family: Family = request.family
+        self._mask = request.mask
+        self._mask_in_obs = request.mask is not None and request.mask in getattr(self._space, "spaces", {})
+        self._group.keep_infos = request.mask is not None and not self._mask_in_obs
+        self._streams = Streams(request.seed)
+        self._keys = request.info_keys
+        self._version = -1
+        return Reply(request.request, [])
+
+    def load(self, request: LoadWeights, memory: memoryview) -> Reply:
+        assert self._actor is not None
+        try:
+            self._actor.load(decode(memory[request.offset : request.offset + request.size]))
+        except Exception as error:
+            return _policy_failed(request.request, "the weights could not be loaded on a worker", error)
+        self._version = request.version
+        return Reply(request.request, [])
+
+    def map_arena(self, layout: ArenaLayout, memory: mmap.mmap) -> None:
+        self._arena = Arena(layout, memory)
+
+    # -- the loop ---------------------------------------------------------------------------------------------
+
+    def run(self, request: RunFragment) -> Reply:
+        group, actor, family = self._group, self._actor, self._family
+        assert actor is not None
+        first, slots, at, keys, knobs = group.first, group.slots, group.at, self._keys, request.knobs
+        side = self._arena.sides[request.side]
+        steps = list(group.steps)
+        columns = _Columns(side, group.rows, request.num_steps, self._space, group.buffers.layout.obs)
+        lengths = np.array([group.clock - began for began in group.began])
+        run = _Run(columns, lengths)
+        self._begin(run)
+        started = columns.starts
+        started[0] = lengths == 0
+        initial_state = _to_numpy(self._state, len(slots))
+        noise = self._streams.draw(slots, request.incarnations, request.num_steps, family.noise, family.noise_size)
+        for k in run.failed:
+            steps[k] = columns.frozen(0, k)
+        env_s = policy_s = 0.0
+        done, policy_error = 0, None
+        count = len(slots)
+        clock = time.perf_counter
+
+        for t in range(request.num_steps):
+            at[TICK] = t
+            at[1] = POLICY
+            begin = clock()
+            try:
+                params, self._state = actor.forward(
+                    pad_rows(columns.obs_at(t), count), self._state, _padded(started[t])
+                )
+                params = params[:count]
+                if self._mask is not None:
+                    params = self._apply_masks(columns, t, params)
+                actions, logprobs, for_env = family.sample(params, noise[t], knobs)
+                total = float(np.add.reduce(logprobs))
+                if total - total != 0.0:  # NaN or infinite: never let such an action reach an environment
+                    raise _not_finite(params, logprobs, slots)
+            except Exception as error:
+                policy_error = (f"{type(error).__name__}: {error}", traceback.format_exc())
+                break
+            columns.actions[t] = actions
+            columns.logprobs[t] = logprobs
+            at[1] = STEP
+            acted = clock()
+            policy_s += acted - begin
+            rewards: list[Any] = []
+            block: list[Any] = []
+            over: list[tuple[int, dict[str, Any]]] = []
+            for slot, step, action in zip(slots, steps, for_env, strict=True):
+                at[0] = slot
+                try:
+                    obs, reward, terminated, truncated, info = step(action)
+                    if terminated or truncated:
+                        k = slot - first
+                        columns.terminations[t, k] = terminated
+                        columns.truncations[t, k] = truncated
+                        over.append((k, info))
+                        run.finals.append((t, k, obs))
+                        at[1] = RESET
+                        obs, first_info = group.envs[k].reset()
+                        at[1] = STEP
+                        if self._mask is not None:
+                            self._masks[k] = first_info.get(self._mask)
+                    elif self._mask is not None:
+                        self._masks[slot - first] = info.get(self._mask)
+                    if keys and info:
+                        run.note_infos(t, slot - first, info, keys)
+                except Caught as error:
+                    k = slot - first
+                    run.faults.append(group.fault(slot, at[1], error))
+                    if at[1] == RESET:  # the row itself is whole; what follows it is lost
+                        columns.lose(t + 1, k)
+                    else:
+                        columns.lose(t, k)
+                        run.finals.append((t, k, columns.row(t, k)))
+                        obs, reward = columns.row(t, k), 0.0
+                    run.failed.add(k)
+                    steps[k] = columns.frozen(t, k)
+                    at[1] = STEP
+                rewards.append(reward)
+                block.append(obs)
+            columns.rewards[t] = rewards
+            if not columns.write(t + 1, block):
+                self._write_each(run, t, block, steps)
+            self._returns += columns.rewards[t]
+            self._counted += 1
+            lengths += 1
+            if over:
+                self._end_episodes(run, t, over)
+                if t + 1 < request.num_steps:
+                    started[t + 1] = lengths == 0
+            done = t + 1
+            env_s += clock() - acted
+
+        group.began = [group.clock - int(length) for length in lengths]
+        group.ended = [False] * count
+        if group.check:
+            self._check(run, done)
+        result = FragmentResult(
+            done, self._version, run.finals, run.episodes, run.infos, initial_state, policy_error, env_s, policy_s
+        )
+        return Reply(request.request, slots, faults=run.faults, result=result)
+
+    def _begin(self, run: _Run) -> None:
+        """Row 0: the observation that the user saw last; a new episode where that one had ended."""
+        group, columns = self._group, run.columns
+        buffers = group.buffers
+        sides = buffers.side[group.rows]
+        columns.clear()
+        for out, shared in zip(columns.obs, buffers.obs, strict=True):
+            out[0] = shared[sides, np.arange(group.first, group.first + len(group.slots))]
+        for k, slot in enumerate(group.slots):
+            if group.envs[k] is None:
+                run.failed.add(k)
+                columns.lose(0, k)
+            elif group.ended[k]:
+                group.at[0], group.at[1] = slot, RESET
+                try:
+                    obs, info = group.envs[k].reset()
+                    columns.write_row(0, k, obs)
+                    self._masks[k] = info.get(self._mask) if self._mask is not None else None
+                    run.lengths[k] = 0
+                    self._returns[k] = self._counted[k] = 0
+                except Caught as error:
+                    run.faults.append(group.fault(slot, RESET, error))
+                    run.failed.add(k)
+                    columns.lose(0, k)
+            else:
+                if run.lengths[k] == 0:
+                    self._returns[k] = self._counted[k] = 0
+                if self._mask is not None and slot in group.recent:
+                    self._masks[k] = group.recent[slot].get(self._mask)
+        group.recent.clear()
+
+    def _apply_masks(self, columns: _Columns, t: int, params: Any) -> Any:
+        assert self._mask is not None
+        if self._mask_in_obs:
+            mask = np.asarray(columns.obs_at(t)[self._mask], dtype=np.bool_).reshape(params.shape)
+        else:
+            everything = np.ones(params.shape[1], dtype=np.bool_)
+            rows = [everything if m is None else np.asarray(m, dtype=np.bool_).reshape(-1) for m in self._masks]
+            mask = np.stack(rows)
+        if not mask.any(axis=1).all():
+            k = int(np.argmin(mask.any(axis=1)))
+            raise PolicyError(f"the action mask of slot {self._group.slots[k]} allows no action")
+        columns.masks[t] = mask
+        return mask_logits(params, mask)
+
+    def _end_episodes(self, run: _Run, t: int, over: list[tuple[int, dict[str, Any]]]) -> None:
+        for k, info in over:
+            own = info.get("episode")
+            if isinstance(own, dict) and "r" in own and "l" in own:
+                run.episodes.append((t, k, float(np.ravel(own["r"])[0]), int(np.ravel(own["l"])[0]), info))
+            elif self._counted[k] == run.lengths[k]:  # else its beginning was stepped by the user, and is not known
+                run.episodes.append((t, k, float(self._returns[k]), int(run.lengths[k]), info))
+            self._returns[k] = self._counted[k] = run.lengths[k] = 0
+
+    def _write_each(self, run: _Run, t: int, block: list[Any], steps: list[Callable[[Any], Any]]) -> None:
+        """Row by row, where the block could not be written at once; what does not fit its space is a fault."""
+        for k, obs in enumerate(block):
+            try:
+                run.columns.write_row(t + 1, k, obs)
+            except (ValueError, TypeError, KeyError) as error:
+                if k not in run.failed:
+                    run.faults.append(self._group.fault(self._group.slots[k], STEP, error))
+                    run.failed.add(k)
+                run.columns.lose(t, k)
+                run.finals.append((t, k, run.columns.row(t, k)))
+                steps[k] = run.columns.frozen(t, k)
+                run.columns.write_row(t + 1, k, run.columns.row(t, k))
+
+    def _check(self, run: _Run, done: int) -> None:
+        """A column with a value that nobody should learn from is lost from there on."""
+        columns = run.columns
+        for k, (t, text) in sorted(columns.find_bad(done).items()):
+            if k not in run.failed:
+                run.faults.append(self._group.fault(self._group.slots[k], STEP, ValueError(text)))
+            run.failed.add(k)
+            columns.lose(t, k)
+            for leaf in columns.obs:  # a learner may multiply by `valid`, and NaN times 0 is NaN
+                leaf[t + 1 :, k] = leaf[t, k]
+            run.drop_after(t, k)
+            run.finals.append((t, k, columns.row(t, k)))
+
+
+class _Run:
+    """What one fragment gathers beside its arrays."""
+
+    def __init__(self, columns: _Columns, lengths: Any) -> None:
+        self.columns = columns
+        self.lengths = lengths
+        self.finals: list[tuple[int, int, Any]] = []
+        self.episodes: list[tuple[int, int, float, int, dict[str, Any]]] = []
+        self.infos: dict[str, list[tuple[int, int, Any]]] = {}
+        self.faults: list[Fault] = []
+        self.failed: set[int] = set()
+
+    def note_infos(self, t: int, k: int, info: dict[str, Any], keys: tuple[str, ...]) -> None:
+        for key in keys:
+            if key in info:
+                self.infos.setdefault(key, []).append((t, k, info[key]))
+
+    def drop_after(self, t: int, k: int) -> None:
+        self.finals = [item for item in self.finals if item[1] != k or item[0] < t]
+        self.episodes = [item for item in self.episodes if item[1] != k or item[0] < t]
+
+
+class _Columns:
+    """This worker's columns of one side of the arena."""
+
+    def __init__(self, side: Side, rows: slice, num_steps: int, space: Any, leaves: tuple[Leaf, ...]) -> None:
+        steps = slice(0, num_steps)
+        self.actions, self.rewards = side.actions[steps, rows], side.rewards[steps, rows]
+        self.logprobs, self.starts = side.logprobs[steps, rows], side.starts[steps, rows]
+        self.terminations, self.truncations = side.terminations[steps, rows], side.truncations[steps, rows]
+        self.valid, self.masks = side.valid[steps, rows], side.masks[steps, rows]
+        self.obs = [leaf[: num_steps + 1, rows] for leaf in side.obs]
+        self._space = space
+        self._leaves = leaves
+        self._nested = len(leaves) != 1 or bool(leaves[0].path)
+        self._only = None if self._nested or not self.obs[0].shape[2:] else self.obs[0]
+        if self._only is not None:
+            shape = self._only.shape
+            self._shapes = [shape[2:]] * shape[1]
+
+    def clear(self) -> None:
+        for array in (self.terminations, self.truncations, self.starts):
+            array.fill(False)
+        self.valid.fill(True)
+
+    def obs_at(self, t: int) -> Any:
+        """[K, ...] in the structure of the space; views."""
+        if not self._nested:
+            return self.obs[0][t]
+        return assemble(self._space, iter([leaf[t] for leaf in self.obs]))
+
+    def row(self, t: int, k: int) -> Any:
+        return assemble(self._space, iter([leaf[t, k].copy() for leaf in self.obs]))
+
+    def write(self, t: int, block: list[Any]) -> bool:
+        """All rows at once, where the space is one array and every observation is what it says."""
+        only = self._only
+        if only is None:
+            return False
+        try:
+            if [obs.shape for obs in block] != self._shapes or block[0].dtype != only.dtype:
+                return False
+            row = only[t]
+            np.concatenate(block, out=row.reshape(-1, *row.shape[2:]))
+        except (AttributeError, TypeError, ValueError):
+            return False
+        return True
+
+    def write_row(self, t: int, k: int, obs: Any) -> None:
+        for out, leaf, value in zip(self.obs, self._leaves, flatten(self._space, obs), strict=True):
+            out[t, k] = coerce(value, leaf, "observation")
+
+    def lose(self, t: int, k: int) -> None:
+        if t < len(self.valid):
+            self.valid[t:, k] = False
+            self.rewards[t:, k] = 0.0
+            self.terminations[t:, k] = False
+            self.truncations[t:, k] = False
+            self.truncations[t, k] = True
+
+    def frozen(self, t: int, k: int) -> Callable[[Any], Any]:
+        """A stand-in for the step of an environment that is gone: its last observation, again and again."""
+        obs = self.row(t, k)
+        return lambda action: (obs, 0.0, False, False, {})
+
+    def find_bad(self, done: int) -> dict[int, tuple[int, str]]:
+        """Column → (first step whose outcome is not usable, why)."""
+        bad: dict[int, tuple[int, str]] = {}
+
+        def note(wrong: Any, what: str) -> None:  # wrong: [done, K]
+            for t, k in np.argwhere(wrong & self.valid[:done]):
+                if int(k) not in bad or bad[int(k)][0] > int(t):
+                    bad[int(k)] = (int(t), what)
+
+        for leaf, values in zip(self._leaves, self.obs, strict=True):
+            after = values[1 : done + 1]
+            if after.dtype.kind in "fc":
+                finite = np.isfinite(after)
+                if not finite.all():
+                    note(~finite.reshape(*after.shape[:2], -1).all(axis=2), f"observation{leaf.name} is not finite")
+            elif leaf.low is not None:
+                outside = (after < leaf.low) | (after >= leaf.high)
+                if outside.any():
+                    note(outside, f"observation{leaf.name} is outside {leaf.low}..{leaf.high}")
+        finite = np.isfinite(self.rewards[:done])
+        if not finite.all():
+            note(~finite, "reward is not finite")
+        return bad
+
+
+def _padded(starts: Any) -> Any:
+    missing = -len(starts) % PAD
+    return np.concatenate([starts, np.ones(missing, dtype=np.bool_)]) if missing else starts
+
+
+def _to_numpy(state: Any, rows: int) -> Any:
+    return map_arrays(lambda value: np.array(value[:rows]), state)
+
+
+def _not_finite(params: Any, logprobs: Any, slots: list[int]) -> PolicyError:
+    k = int(np.argmin(np.isfinite(logprobs)))
+    return PolicyError(f"the policy's output for slot {slots[k]} is not finite: {params[k]!r}")
+
+
+def _policy_failed(request: int, what: str, error: Exception) -> Reply:
+    text = f"{what}: {type(error).__name__}: {error}"
+    return Reply(request, [], result=FragmentResult(0, -1, [], [], {}, None, (text, traceback.format_exc()), 0.0, 0.0))
