@@ -5,13 +5,16 @@ Made by `collector.py` from fragments; read by learners and by `learning.py`. Ho
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Episodes", "Receipt", "Rollout", "Transitions", "map_arrays"]
+from clusterenv.errors import UsageError
+
+__all__ = ["Episodes", "Evaluation", "Receipt", "Rollout", "Transitions", "map_arrays"]
 
 
 def _no_ints() -> Any:
@@ -31,6 +34,34 @@ class Episodes:
 
     def __len__(self) -> int:
         return len(self.slots)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Whole episodes, in the order of their seeds."""
+
+    returns: Any  # [E]
+    lengths: Any  # [E]
+    seeds: Any  # [E]
+    frames: list[list[Any]]
+    """Images of each recorded episode."""
+
+    @property
+    def mean(self) -> float:
+        return float(self.returns.mean())
+
+    @property
+    def std(self) -> float:
+        return float(self.returns.std())
+
+    def save_gif(self, path: str | os.PathLike[str], episode: int = 0, fps: int = 30) -> None:
+        """Write a recorded episode as an animated GIF (needs Pillow)."""
+        from PIL import Image
+
+        if not self.frames:
+            raise UsageError("nothing was recorded: evaluate(..., record=1)")
+        first, *rest = [Image.fromarray(frame) for frame in self.frames[episode]]
+        first.save(path, save_all=True, append_images=rest, duration=round(1000 / fps), loop=0)
 
 
 class Receipt(NamedTuple):

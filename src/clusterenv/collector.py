@@ -15,7 +15,7 @@ import cloudpickle
 import numpy as np
 from gymnasium import Space
 
-from clusterenv.batch import Episodes, Receipt, Rollout, map_arrays
+from clusterenv.batch import Episodes, Evaluation, Receipt, Rollout, map_arrays
 from clusterenv.errors import PolicyError, UsageError
 from clusterenv.events import emit
 from clusterenv.policy import as_policy, codec
@@ -133,17 +133,22 @@ class Collector:
         return self._version
 
     def _start(self, num_steps: int) -> None:
+        self._offer()
+        desk = self._pool.desk
+        desk.on_loss = self._on_loss
+        desk.start(num_steps, self._policy.knobs())
+
+    def _offer(self) -> None:
+        """The pool's workers are to have this policy, in its newest version."""
         desk = self._pool.desk
         if self._envs.attached is not self:
             self._envs.attached = self
             desk.attach(self._attached)
             self._offered = -1
-        desk.on_loss = self._on_loss
         if self._offered != self._version:
             desk.offer(self._version, self._data)
             self._offered = self._version
             self._counts["weight_bytes"] += len(self._data)
-        desk.start(num_steps, self._policy.knobs())
 
     def _assemble(self, side: Side, results: Results, num_steps: int, copy: bool) -> Rollout:
         slots_of, n = self._pool.slots_of, self._pool.num_envs
@@ -209,6 +214,40 @@ class Collector:
         counts["invalid_rows"] += int(valid.size - np.count_nonzero(valid))
         self._recent = [*self._recent, *((total, length) for _, _, total, length, _ in episodes)][-100:]
         return batch
+
+    # -- evaluating -------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, agent: Any = None, *, episodes: int = 32, deterministic: bool = True, seed: int = 0, record: int = 0
+    ) -> Evaluation:
+        """Play whole episodes on environments of their own, in the same workers; training is not touched.
+
+        Episode j is seeded with `seed + j`: the same agent has the same returns, whatever the number of workers.
+
+        Args:
+            agent: another agent of the same shape; None: the attached one, as it is now.
+            record: bring the frames of so many episodes back; see `Evaluation.save_gif`.
+        """
+        if episodes < 1 or not 0 <= record <= episodes:
+            raise UsageError(f"evaluate(episodes={episodes}, record={record}): expected episodes >= record >= 0")
+        self._envs.ready_to_collect(self)
+        desk = self._pool.desk
+        if desk.is_under_way:
+            raise UsageError("evaluate() while a fragment is under way (prefetch): take it with rollout() first")
+        other, policy = None, self._policy
+        if agent is not None and agent is not self._agent:
+            policy = as_policy(agent)
+            policy.prepare(self._envs.single_observation_space, self._envs.single_action_space)
+            other = codec.encode(policy.weights())
+        self.publish()
+        self._offer()
+        played = desk.evaluate(episodes, seed, deterministic, record, policy.knobs(), other)
+        return Evaluation(
+            np.array([episode.total for episode in played]),
+            np.array([episode.length for episode in played]),
+            np.arange(seed, seed + episodes),
+            [episode.frames for episode in played if episode.frames is not None],
+        )
 
     # -- looking ----------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from gymnasium.vector import VectorEnv
 
 from clusterenv.errors import SpecError
 
-__all__ = ["Blueprint", "Vector", "blueprint"]
+__all__ = ["Blueprint", "MakeFromSpec", "Vector", "blueprint"]
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,17 @@ class Blueprint:
 
 
 @dataclass(frozen=True)
-class _MakeFromSpec:
+class MakeFromSpec:
     spec: EnvSpec
     kwargs: Mapping[str, Any]
 
     def __call__(self) -> gym.Env[Any, Any]:
         # Gymnasium's passive checker is one more wrapper in every step; the worker has checks of its own.
         return gym.make(self.spec, **{"disable_env_checker": True, **self.kwargs})
+
+    def with_frames(self) -> gym.Env[Any, Any]:
+        """The same environment, rendered to images."""
+        return gym.make(self.spec, **{"disable_env_checker": True, **self.kwargs, "render_mode": "rgb_array"})
 
 
 def blueprint(env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | None) -> Blueprint:
@@ -61,7 +65,7 @@ def blueprint(env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | No
 
     if isinstance(env, (str, EnvSpec)):
         spec = _resolve(env)
-        maker = _MakeFromSpec(spec, dict(env_kwargs or {}))
+        maker = MakeFromSpec(spec, dict(env_kwargs or {}))
         return Blueprint(num_envs or 1, _dumps(maker, f"env_kwargs of {spec.id}"), False, spec, spec.id)
 
     if env_kwargs:

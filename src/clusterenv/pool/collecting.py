@@ -15,7 +15,16 @@ from clusterenv.errors import DeadlineError, PolicyError
 from clusterenv.policy.families import Family
 from clusterenv.pool.arena import Arena, ArenaLayout, Side
 from clusterenv.pool.layout import Layout, leaves_of
-from clusterenv.pool.messages import FragmentResult, LoadWeights, MapArena, Reply, RunFragment, SetPolicy
+from clusterenv.pool.messages import (
+    Episode,
+    Evaluate,
+    FragmentResult,
+    LoadWeights,
+    MapArena,
+    Reply,
+    RunFragment,
+    SetPolicy,
+)
 
 __all__ = ["Attached", "FragmentDesk", "Host"]
 
@@ -44,6 +53,7 @@ class Host(Protocol):
     def turn(self, deadline: float | None) -> None: ...
     def tell(self, worker: int, message: Any) -> None: ...
     def bring_back(self, worker: int) -> bool: ...
+    def replies(self, requests: dict[int, int]) -> list[Reply]: ...
     def incarnations(self, slots: list[int]) -> list[int]: ...
     def collected(self, slots: list[int], stepped: Any) -> None: ...
     def allocate_arena(self, size: int) -> Any: ...
@@ -132,6 +142,37 @@ class FragmentDesk:
         self._started = False
         return self._arena.sides[self._side], self._done
 
+    def evaluate(
+        self, episodes: int, seed: int, deterministic: bool, record: int, knobs: dict[str, Any], other: bytes | None
+    ) -> list[Episode]:
+        """Play episodes with the policy that is attached: its newest weights, or `other` weights of the same shape."""
+        host = self._host
+        workers = range(len(host.slots_of))
+        while not all(host.bring_back(worker) for worker in workers):
+            host.turn(None)
+        for worker in workers:
+            self._tell_policy(worker)
+        if other is not None:
+            offset = host.put_weights(other, self._weights[0] + 1)
+            for worker in workers:
+                load = LoadWeights(host.number(), -1, offset, len(other))
+                host.post(worker, "policy", host.slots_of[worker], load)
+                self._known[worker] = (self._epoch, self._known[worker][1], -2)
+        requests = {}
+        for worker in workers:
+            mine = list(range(episodes))[worker :: len(workers)]
+            if mine:
+                plain = {name: float(np.mean(value)) for name, value in knobs.items()}
+                message = Evaluate(host.number(), mine, seed, deterministic, record, plain)
+                requests[worker] = host.post(worker, "call", host.slots_of[worker], message)
+        played: list[Episode] = []
+        for reply in host.replies(requests):
+            played += reply.result
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return sorted(played)
+
     def abandon(self) -> None:
         """Give up what is under way: it runs to its end, and is dropped."""
         self._started = False
@@ -188,20 +229,29 @@ class FragmentDesk:
                 self._waiting.discard(worker)
                 self._send(worker)
 
-    def _send(self, worker: int) -> None:
+    def _tell_policy(self, worker: int) -> None:
+        """Policy and weights, as far as the worker does not have them."""
         host, policy = self._host, self._policy
-        assert policy is not None and self._arena is not None
+        assert policy is not None
         slots = host.slots_of[worker]
         epoch, arena_epoch, version = self._known.get(worker, (0, 0, -2))
         if epoch != self._epoch:
             host.post(worker, "policy", slots, SetPolicy(host.number(), *policy))
             version = -2
-        if arena_epoch != self._arena_epoch:
-            host.tell(worker, MapArena(self._arena.layout))
         newest, offset, size = self._weights
         if version != newest:
             host.post(worker, "policy", slots, LoadWeights(host.number(), newest, offset, size))
-        self._known[worker] = (self._epoch, self._arena_epoch, newest)
+        self._known[worker] = (self._epoch, arena_epoch, newest)
+
+    def _send(self, worker: int) -> None:
+        host = self._host
+        assert self._arena is not None
+        slots = host.slots_of[worker]
+        self._tell_policy(worker)
+        epoch, arena_epoch, newest = self._known[worker]
+        if arena_epoch != self._arena_epoch:
+            host.tell(worker, MapArena(self._arena.layout))
+            self._known[worker] = (epoch, self._arena_epoch, newest)
         knobs = {name: _of_slots(value, slots) for name, value in self._knobs.items()}
         incarnations = host.incarnations(slots)
         message = RunFragment(host.number(), self._num_steps, self._side, knobs, incarnations)

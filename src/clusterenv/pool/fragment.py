@@ -22,9 +22,10 @@ from clusterenv.policy.codec import decode
 from clusterenv.policy.families import Family, mask_logits
 from clusterenv.policy.streams import Streams
 from clusterenv.pool.arena import Arena, ArenaLayout, Side
+from clusterenv.pool.evaluation import Evaluator
 from clusterenv.pool.group import INIT, POLICY, RESET, STEP, Caught, EnvGroup
 from clusterenv.pool.layout import Leaf, assemble, coerce, flatten
-from clusterenv.pool.messages import Fault, FragmentResult, LoadWeights, Reply, RunFragment, SetPolicy
+from clusterenv.pool.messages import Evaluate, Fault, FragmentResult, LoadWeights, Reply, RunFragment, SetPolicy
 
 __all__ = ["TICK", "FragmentLoop"]
 
@@ -42,6 +43,7 @@ class FragmentLoop:
         self._returns = np.zeros(count)
         self._counted = np.zeros(count, dtype=np.int64)  # steps that are in `_returns`
         self._masks: list[Any] = [None] * count  # of the infos last seen
+        self._evaluator = Evaluator(group.makers, group.at, observation_space, group.buffers.layout.obs)
         self._actor: Actor | None = None
         self._version = -1
 
@@ -71,6 +73,13 @@ class FragmentLoop:
             return _policy_failed(request.request, "the weights could not be loaded on a worker", error)
         self._version = request.version
         return Reply(request.request, [])
+
+    def evaluate(self, request: Evaluate) -> Reply:
+        assert self._actor is not None
+        return self._evaluator.run(request, self._group.slots, self._actor, self._family, self._mask)
+
+    def close(self) -> None:
+        self._evaluator.close()
 
     def map_arena(self, layout: ArenaLayout, memory: mmap.mmap) -> None:
         self._arena = Arena(layout, memory)

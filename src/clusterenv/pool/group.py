@@ -54,7 +54,7 @@ class EnvGroup:
     """
 
     def __init__(self, makers: list[Callable[[], Any]], mode: AutoresetMode, check: bool, progress: memoryview) -> None:
-        self._makers = makers
+        self.makers = makers
         self._mode = mode
         self.check = check
         self.at = progress
@@ -109,7 +109,7 @@ class EnvGroup:
     def _make(self, slot: int, stickies: list[Sticky]) -> None:
         k = slot - self.first
         self.at[0], self.at[1] = slot, INIT
-        env = self._makers[slot]()
+        env = self.makers[slot]()
         self.envs[k] = env
         self.steps[k] = env.step
         for sticky in stickies:

@@ -18,6 +18,7 @@ from clusterenv.pool.messages import (
     Build,
     Call,
     Close,
+    Evaluate,
     LoadWeights,
     MapArena,
     Rebuild,
@@ -84,6 +85,8 @@ class InlineCrew:
             return
         elif isinstance(message, RunFragment):
             reply = self._loop.run(message)
+        elif isinstance(message, Evaluate):
+            reply = self._loop.evaluate(message)
         elif isinstance(message, SetPolicy):
             reply = self._loop.set_policy(message)
         elif isinstance(message, LoadWeights):
@@ -115,3 +118,5 @@ class InlineCrew:
     def close(self, timeout_s: float) -> None:
         if hasattr(self, "_group"):
             self._group.close()
+        if hasattr(self, "_loop"):
+            self._loop.close()

@@ -21,6 +21,8 @@ __all__ = [
     "Built",
     "Call",
     "Close",
+    "Episode",
+    "Evaluate",
     "Fault",
     "FragmentResult",
     "FrameReader",
@@ -164,6 +166,25 @@ class FragmentResult(NamedTuple):
     """(what, traceback)"""
     env_s: float
     policy_s: float
+
+
+class Evaluate(NamedTuple):
+    """Play these episodes; answered by a `Reply` whose result is a list of `Episode`."""
+
+    request: int
+    episodes: list[int]
+    seed: int
+    deterministic: bool
+    record: int
+    """Episodes below this number bring their frames back."""
+    knobs: dict[str, Any]
+
+
+class Episode(NamedTuple):
+    number: int
+    total: float
+    length: int
+    frames: list[Any] | None
 
 
 class Close(NamedTuple):

@@ -343,7 +343,7 @@ class Pool:
             w: self.post(w, "call", slots, Call(self.number(), slots, name, args, kwargs))
             for w, slots in enumerate(self.slots_of)
         }
-        for reply in self._replies(requests):
+        for reply in self.replies(requests):
             results += reply.result or []
         if sticky:
             for stickies in self._stickies:
@@ -361,7 +361,7 @@ class Pool:
             if here:
                 message = SetAttr(self.number(), here, name, [values[slot] for slot in here])
                 requests[worker] = self.post(worker, "call", here, message)
-        self._replies(requests)
+        self.replies(requests)
 
     def _refuse_gone(self, what: str) -> None:
         if self._gone:
@@ -371,7 +371,7 @@ class Pool:
                 slots=slots,
             )
 
-    def _replies(self, requests: dict[int, int]) -> list[Reply]:
+    def replies(self, requests: dict[int, int]) -> list[Reply]:
         while not set(requests.values()) <= self._called.keys():
             lost = [w for w, number in requests.items() if number not in self._called | self._open[w]]
             if lost:

@@ -28,6 +28,7 @@ from clusterenv.pool.messages import (
     Build,
     Call,
     Close,
+    Evaluate,
     FrameReader,
     LoadWeights,
     MapArena,
@@ -147,12 +148,16 @@ def run(
                 send(loop.run(message))
             elif isinstance(message, LoadWeights):
                 send(loop.load(message, memoryview(mmap.mmap(memory.weights, 0, prot=mmap.PROT_READ))))
+            elif isinstance(message, Evaluate):
+                send(loop.evaluate(message))
             elif isinstance(message, SetPolicy):
                 send(loop.set_policy(message))
             elif isinstance(message, MapArena):
                 loop.map_arena(message.layout, mmap.mmap(memory.fragments, 0))
             elif isinstance(message, Close):
                 group.close()
+                if isinstance(group, EnvGroup):
+                    loop.close()
                 sys.stdout.flush()
                 send(Reply(message.request, []))
                 os._exit(0)
