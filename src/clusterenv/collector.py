@@ -67,7 +67,7 @@ class Collector:
         self._prefetch = prefetch
         self._sync = Always() if sync is None else sync
         self._policy = as_policy(agent)
-        self._agent = agent
+        self.agent = agent
         prepared = self._policy.prepare(envs.single_observation_space, envs.single_action_space)
         emit(logging.INFO, f"policy recognised: {prepared.description}")
         try:
@@ -119,6 +119,12 @@ class Collector:
             self._start(num_steps)
         self._collecting_s += time.perf_counter() - begin
         return batch
+
+    def hand_over(self) -> dict[str, Any]:
+        """The agent as it is now is what the workers have; returns its knobs."""
+        self.publish()
+        self._offer()
+        return self._policy.knobs()
 
     def publish(self) -> int:
         """Make the agent's weights, if they changed, the newest version; returns its number."""
@@ -235,7 +241,7 @@ class Collector:
         if desk.is_under_way:
             raise UsageError("evaluate() while a fragment is under way (prefetch): take it with rollout() first")
         other, policy = None, self._policy
-        if agent is not None and agent is not self._agent:
+        if agent is not None and agent is not self.agent:
             policy = as_policy(agent)
             policy.prepare(self._envs.single_observation_space, self._envs.single_action_space)
             other = codec.encode(policy.weights())

@@ -19,9 +19,11 @@ from gymnasium.vector.utils import batch_space
 from clusterenv.actions import ActionReader
 from clusterenv.backends import Local
 from clusterenv.collector import Collector
-from clusterenv.errors import ClosedError, SpecError, UsageError, WorkerLostError
+from clusterenv.errors import ClosedError, PolicyError, SpecError, UsageError, WorkerLostError
 from clusterenv.events import Event, EventLog
+from clusterenv.policy import is_agent
 from clusterenv.policy.sync import Always
+from clusterenv.pool.messages import Acted
 from clusterenv.pool.pool import Pool, Rows
 from clusterenv.recovery import Recovery
 from clusterenv.spec import blueprint
@@ -88,6 +90,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._reader = ActionReader(self.single_action_space, self.num_envs, recovery.check)
+        self._stepper: Collector | None = None  # of `step(agent)`
         self.attached: Collector | None = None  # whose policy the workers have
         self._was_reset = False
         self._stepping = False  # a whole step is under way, or was interrupted
@@ -130,7 +133,11 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         return pool.peek_obs(np.arange(self.num_envs)), infos
 
     def step(self, actions: Any) -> StepResult:
-        """Step every environment with its action; row i is slot i."""
+        """Step every environment with its action; row i is slot i.
+
+        Given an agent instead (whatever `collector` takes), the workers choose the actions: `infos["action"]`,
+        `infos["logprob"]` and `infos["policy_version"]` say what they did.
+        """
         self._refuse_unready("step")
         pool = self._pool
         if self._stepping:
@@ -142,6 +149,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
                 f"step() while {int(pool.awaited.sum())} slots are in flight from send(): recv() them first, "
                 "or stay with send() and recv()"
             )
+        if actions.__class__ is not np.ndarray and is_agent(actions):
+            return self._step_with(actions)
         objects = self._place(actions, None)
         self._stepping = True
         if objects is None and pool.step_all():
@@ -149,6 +158,29 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             return pool.deliver_all(self.copy)
         if objects is not None:
             pool.send_step(None, objects)
+        return self._collect_step()
+
+    def _step_with(self, agent: Any) -> StepResult:
+        collector = self._stepper
+        if collector is None or collector.agent is not agent:
+            collector = self._stepper = self.collector(agent)
+        self._refuse_ended(None)
+        knobs = collector.hand_over()
+        pool = self._pool
+        pool.acted = []
+        self._stepping = True
+        try:
+            pool.desk.tell_all()
+            pool.send_step(None, None, knobs)
+            obs, rewards, terminations, truncations, infos = self._collect_step()
+        except PolicyError:
+            pool.forget()  # nothing was stepped: the same step can be tried again
+            self._stepping = False
+            raise
+        return obs, rewards, terminations, truncations, {**infos, **_acted_infos(pool.acted, self.num_envs)}
+
+    def _collect_step(self) -> StepResult:
+        pool = self._pool
         try:
             pool.collect(self.num_envs, None)
         except WorkerLostError as error:
@@ -314,13 +346,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         """Check actions and put them into shared memory; those that do not fit there are returned."""
         pool = self._pool
         if self.autoreset_mode is AutoresetMode.DISABLED:
-            ended = pool.ended if slots is None else pool.ended[slots]
-            if ended.any():
-                over = np.flatnonzero(pool.ended).tolist()
-                raise UsageError(
-                    f"the episodes of slots {over} ended, and autoreset is DISABLED: "
-                    "reset(options={'reset_mask': terminations | truncations}) first"
-                )
+            self._refuse_ended(slots)
         if pool.layout.actions_are_shared:
             arrays = self._reader.arrays(actions, slots)
             for shared, array in zip(pool.buffers.actions, arrays, strict=True):
@@ -330,6 +356,18 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
                     shared[slots] = array
             return None
         return self._reader.objects(actions, list(range(self.num_envs)) if slots is None else slots)
+
+    def _refuse_ended(self, slots: list[int] | None) -> None:
+        pool = self._pool
+        if self.autoreset_mode is not AutoresetMode.DISABLED:
+            return
+        ended = pool.ended if slots is None else pool.ended[slots]
+        if ended.any():
+            over = np.flatnonzero(pool.ended).tolist()
+            raise UsageError(
+                f"the episodes of slots {over} ended, and autoreset is DISABLED: "
+                "reset(options={'reset_mask': terminations | truncations}) first"
+            )
 
     def _result(self, rows: Rows) -> StepResult:
         infos = rows.infos
@@ -406,6 +444,20 @@ def make_vec(id: str | EnvSpec, num_envs: int = 1, **kwargs: Any) -> ClusterEnv:
     own = {key: kwargs.pop(key) for key in ("backend", "autoreset_mode", "recovery", "copy") if key in kwargs}
     env_kwargs = {**(kwargs.pop("env_kwargs", None) or {}), **kwargs}
     return ClusterEnv(id, num_envs, env_kwargs=env_kwargs, **own)
+
+
+def _acted_infos(parts: list[Acted], num_envs: int) -> dict[str, Any]:
+    """Who acted how, as Gymnasium lays infos out; rows without an action (a lost worker's) are masked out."""
+    there = np.zeros(num_envs, dtype=np.bool_)
+    infos: dict[str, Any] = {}
+    for part in parts:
+        columns = {"action": part.actions, "logprob": part.logprobs, "policy_version": np.int64(part.version)}
+        for name, values in columns.items():
+            shape = (num_envs, *np.shape(values)[1:])
+            array = infos.setdefault(name, np.zeros(shape, dtype=np.asarray(values).dtype))
+            array[part.slots] = values
+        there[part.slots] = True
+    return {**infos, **{f"_{name}": there.copy() for name in infos}}
 
 
 def _autoreset_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:

@@ -8,22 +8,33 @@ from typing import Any
 from clusterenv.errors import PolicyError
 from clusterenv.policy.base import Policy
 
-__all__ = ["as_policy"]
+__all__ = ["as_policy", "is_agent"]
 
 
 def as_policy(agent: Any) -> Policy:
     """What the user attached, as a policy: torch modules and Stable-Baselines3 algorithms are wrapped."""
     if isinstance(agent, Policy):
         return agent
-    torch = sys.modules.get("torch")  # an agent that needs torch has imported it
-    if torch is not None:
-        inner = getattr(agent, "policy", None)
-        module = agent if isinstance(agent, torch.nn.Module) else inner
-        if isinstance(module, torch.nn.Module):
-            from clusterenv.policy.torch import TorchPolicy
+    module = _module_of(agent)
+    if module is not None:
+        from clusterenv.policy.torch import TorchPolicy
 
-            return TorchPolicy(module)
+        return TorchPolicy(module)
     raise PolicyError(
         f"{type(agent).__name__} is no policy: pass a torch.nn.Module, TorchPolicy(module, dist=...), "
         "NumpyPolicy(...) or RandomPolicy()"
     )
+
+
+def is_agent(value: Any) -> bool:
+    """Whether `step` was given something that acts, rather than actions."""
+    return isinstance(value, Policy) or _module_of(value) is not None
+
+
+def _module_of(agent: Any) -> Any:
+    """The torch module that acts in this agent, if there is one."""
+    torch = sys.modules.get("torch")  # an agent that needs torch has imported it
+    if torch is None:
+        return None
+    module = agent if isinstance(agent, torch.nn.Module) else getattr(agent, "policy", None)
+    return module if isinstance(module, torch.nn.Module) else None

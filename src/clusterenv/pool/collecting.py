@@ -26,7 +26,7 @@ from clusterenv.pool.messages import (
     SetPolicy,
 )
 
-__all__ = ["Attached", "FragmentDesk", "Host"]
+__all__ = ["Attached", "FragmentDesk", "Host", "of_slots"]
 
 
 class Attached(NamedTuple):
@@ -168,10 +168,20 @@ class FragmentDesk:
         played: list[Episode] = []
         for reply in host.replies(requests):
             played += reply.result
-        if self._error is not None:
-            error, self._error = self._error, None
+        error = self.policy_error()
+        if error is not None:
             raise error
         return sorted(played)
+
+    def tell_all(self) -> None:
+        """Every worker that is there gets the policy, as far as it does not have it; the others when they are back."""
+        for worker in range(len(self._host.slots_of)):
+            if self._host.bring_back(worker):
+                self._tell_policy(worker)
+
+    def policy_error(self) -> PolicyError | None:
+        error, self._error = self._error, None
+        return error
 
     def abandon(self) -> None:
         """Give up what is under way: it runs to its end, and is dropped."""
@@ -252,7 +262,7 @@ class FragmentDesk:
         if arena_epoch != self._arena_epoch:
             host.tell(worker, MapArena(self._arena.layout))
             self._known[worker] = (epoch, self._arena_epoch, newest)
-        knobs = {name: _of_slots(value, slots) for name, value in self._knobs.items()}
+        knobs = {name: of_slots(value, slots) for name, value in self._knobs.items()}
         incarnations = host.incarnations(slots)
         message = RunFragment(host.number(), self._num_steps, self._side, knobs, incarnations)
         host.post(worker, "fragment", slots, message)
@@ -268,6 +278,7 @@ class FragmentDesk:
             shared[buffers.side[rows], np.arange(rows.start, rows.stop)] = collected[steps, rows]
 
 
-def _of_slots(value: Any, slots: list[int]) -> Any:
+def of_slots(value: Any, slots: list[int]) -> Any:
+    """A knob's value for these slots: a number for all, or their own."""
     array = np.asarray(value)
     return array[slots] if array.ndim else value

@@ -25,7 +25,18 @@ from clusterenv.pool.arena import Arena, ArenaLayout, Side
 from clusterenv.pool.evaluation import Evaluator
 from clusterenv.pool.group import INIT, POLICY, RESET, STEP, Caught, EnvGroup
 from clusterenv.pool.layout import Leaf, assemble, coerce, flatten
-from clusterenv.pool.messages import Evaluate, Fault, FragmentResult, LoadWeights, Reply, RunFragment, SetPolicy
+from clusterenv.pool.messages import (
+    Act,
+    Acted,
+    Evaluate,
+    Fault,
+    FragmentResult,
+    LoadWeights,
+    Reply,
+    RunFragment,
+    SetPolicy,
+    Step,
+)
 
 __all__ = ["TICK", "FragmentLoop"]
 
@@ -73,6 +84,39 @@ class FragmentLoop:
             return _policy_failed(request.request, "the weights could not be loaded on a worker", error)
         self._version = request.version
         return Reply(request.request, [])
+
+    def step(self, request: Step, flush: Callable[[Reply], None]) -> Reply:
+        """One step under the environments' own autoreset mode, with actions of the policy."""
+        assert request.act is not None
+        try:
+            acted = self._act(request.slots, request.act)
+        except Exception as error:
+            return _policy_failed(request.request, "the policy failed on a worker", error)
+        return self._group.step(request, flush)._replace(result=acted)
+
+    def _act(self, slots: list[int], act: Act) -> Acted:
+        group, actor, family = self._group, self._actor, self._family
+        assert actor is not None
+        count, buffers = len(group.slots), group.buffers
+        group.at[1] = POLICY
+        sides = buffers.side[group.rows]
+        everyone = np.arange(group.first, group.first + count)
+        obs = assemble(self._space, iter([shared[sides, everyone] for shared in buffers.obs]))
+        starts = np.array([group.clock == began for began in group.began])
+        params, self._state = actor.forward(pad_rows(obs, count), self._state, _padded(starts))
+        columns = [slot - group.first for slot in slots]
+        params = params[:count]
+        if self._mask is not None:
+            for slot, info in group.recent.items():
+                self._masks[slot - group.first] = info.get(self._mask)
+            group.recent.clear()
+            params = mask_logits(params, self._masks_of(obs, params))
+        noise = self._streams.draw(slots, act.incarnations, 1, family.noise, family.noise_size)[0]
+        actions, logprobs, for_env = family.sample(params[columns], noise, act.knobs)
+        if not np.isfinite(logprobs).all():
+            raise _not_finite(params[columns], logprobs, slots)
+        buffers.actions[0][slots] = for_env
+        return Acted(slots, actions, logprobs, self._version)
 
     def evaluate(self, request: Evaluate) -> Reply:
         assert self._actor is not None
@@ -220,9 +264,14 @@ class FragmentLoop:
         group.recent.clear()
 
     def _apply_masks(self, columns: _Columns, t: int, params: Any) -> Any:
+        mask = self._masks_of(columns.obs_at(t), params)
+        columns.masks[t] = mask
+        return mask_logits(params, mask)
+
+    def _masks_of(self, obs: Any, params: Any) -> Any:
         assert self._mask is not None
         if self._mask_in_obs:
-            mask = np.asarray(columns.obs_at(t)[self._mask], dtype=np.bool_).reshape(params.shape)
+            mask = np.asarray(obs[self._mask], dtype=np.bool_).reshape(params.shape)
         else:
             everything = np.ones(params.shape[1], dtype=np.bool_)
             rows = [everything if m is None else np.asarray(m, dtype=np.bool_).reshape(-1) for m in self._masks]
@@ -230,8 +279,7 @@ class FragmentLoop:
         if not mask.any(axis=1).all():
             k = int(np.argmin(mask.any(axis=1)))
             raise PolicyError(f"the action mask of slot {self._group.slots[k]} allows no action")
-        columns.masks[t] = mask
-        return mask_logits(params, mask)
+        return mask
 
     def _end_episodes(self, run: _Run, t: int, over: list[tuple[int, dict[str, Any]]]) -> None:
         for k, info in over:

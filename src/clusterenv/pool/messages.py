@@ -72,12 +72,28 @@ class Attach(NamedTuple):
     action_space: Any
 
 
+class Act(NamedTuple):
+    knobs: dict[str, Any]
+    incarnations: list[int]
+
+
+class Acted(NamedTuple):
+    """What the policy did in one step; one entry per slot."""
+
+    slots: list[int]
+    actions: Any
+    logprobs: Any
+    version: int
+
+
 class Step(NamedTuple):
     """Step these slots. `actions` holds them where they cannot lie in shared memory."""
 
     request: int
     slots: list[int]
     actions: list[Any] | None
+    act: Act | None = None
+    """Where the worker's policy chooses the actions."""
 
 
 class Reset(NamedTuple):

@@ -21,11 +21,13 @@ from clusterenv import infos as info_columns
 from clusterenv.errors import DeadlineError, EnvError, SpecError, UsageError, WorkerLostError
 from clusterenv.events import Event, EventLog
 from clusterenv.infos import Columns
-from clusterenv.pool.collecting import FragmentDesk
+from clusterenv.pool.collecting import FragmentDesk, of_slots
 from clusterenv.pool.group import PHASES
 from clusterenv.pool.inline import InlineCrew
 from clusterenv.pool.layout import Buffers, assemble, flatten, make_layout
 from clusterenv.pool.messages import (
+    Act,
+    Acted,
     Attach,
     Build,
     Built,
@@ -127,6 +129,7 @@ class Pool:
         self._until: dict[int, float] = {}  # backoff: not before
         self._respawn: dict[int, float] = {}  # workers to start again, and when
         self._called: dict[int, Reply] = {}
+        self.acted: list[Acted] = []  # what the workers' policy did in the step under way
         self._inbox: deque[tuple[int, Any]] = deque()
         self._slow: set[int] = set()
         self._deliveries = 0
@@ -289,8 +292,11 @@ class Pool:
         side = self.buffers.side
         self._side = int(side[0]) if (side == side[0]).all() else None
 
-    def send_step(self, slots: list[int] | None, actions: list[Any] | None) -> None:
-        """Step these slots (None: all) with the actions in shared memory, or with `actions` as objects."""
+    def send_step(
+        self, slots: list[int] | None, actions: list[Any] | None, knobs: dict[str, Any] | None = None
+    ) -> None:
+        """Step these slots (None: all) with the actions in shared memory, with `actions` as objects, or (`knobs`)
+        with what the workers' policy chooses."""
         chosen = list(range(self.num_envs)) if slots is None else slots
         self._awaited[chosen] = self._sent = True
         whole: list[list[int]] = [[] for _ in self.slots_of]
@@ -309,7 +315,11 @@ class Pool:
             if its_slots:
                 its_slots.sort()
                 objects = None if actions is None else [actions[place[slot]] for slot in its_slots]
-                self.post(worker, "step", its_slots, Step(self.number(), its_slots, objects))
+                act = None
+                if knobs is not None:
+                    own = {name: of_slots(value, its_slots) for name, value in knobs.items()}
+                    act = Act(own, self.incarnations(its_slots))
+                self.post(worker, "step", its_slots, Step(self.number(), its_slots, objects, act))
 
     def send_reset(self, slots: list[int], seeds: list[int | None], options: dict[str, Any] | None) -> None:
         self._awaited[slots] = self._sent = True
@@ -530,6 +540,12 @@ class Pool:
             for slot, objects in reply.objects or ():
                 self._objects[slot] = objects
         else:
+            if isinstance(reply.result, Acted):
+                self.acted.append(reply.result)
+            elif reply.result is not None:  # the policy failed, so nothing was stepped
+                self._awaited[ticket.slots] = False
+                self.desk.took(worker, "policy", reply)
+                raise self.desk.policy_error() or AssertionError("a policy error without an error")
             self._mark_ready(good)
             self._take_rows(reply)
         for fault in reply.faults:

@@ -20,32 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from clusterenv.pool.fragment import FragmentLoop
-from clusterenv.pool.group import EnvGroup
-from clusterenv.pool.layout import Buffers
-from clusterenv.pool.messages import (
-    Attach,
-    Build,
-    Call,
-    Close,
-    Evaluate,
-    FrameReader,
-    LoadWeights,
-    MapArena,
-    Rebuild,
-    Reply,
-    Reset,
-    RunFragment,
-    SetAttr,
-    SetPolicy,
-    Step,
-    encode,
-    encode_quick,
-)
-from clusterenv.pool.vector_group import VectorGroup
-from clusterenv.spec import Vector
+from clusterenv.pool.dispatch import Dispatcher
+from clusterenv.pool.messages import Close, FrameReader, encode, encode_quick
 
-__all__ = ["BELL", "PROGRESS_BYTES", "SharedMemory", "make_group", "run"]
+__all__ = ["BELL", "PROGRESS_BYTES", "SharedMemory", "run"]
 
 BELL = 2
 """Which progress word the head changes after it sent something: looking at it takes no system call."""
@@ -65,10 +43,20 @@ class SharedMemory(NamedTuple):
     weights: int
 
 
-def make_group(makers: Any, mode: AutoresetMode | None, check: bool, progress: memoryview) -> EnvGroup | VectorGroup:
-    if isinstance(makers, Vector):
-        return VectorGroup(makers, mode, check, progress)
-    return EnvGroup(makers, mode or AutoresetMode.NEXT_STEP, check, progress)
+class _Mapped:
+    """`Memory` over inherited descriptors."""
+
+    def __init__(self, shared: SharedMemory) -> None:
+        self._shared = shared
+
+    def rows(self) -> mmap.mmap:
+        return mmap.mmap(self._shared.rows, 0)
+
+    def fragments(self) -> mmap.mmap:
+        return mmap.mmap(self._shared.fragments, 0)
+
+    def weights(self) -> memoryview:
+        return memoryview(mmap.mmap(self._shared.weights, 0, prot=mmap.PROT_READ))
 
 
 class _TaggedOutput(io.TextIOBase):
@@ -116,7 +104,7 @@ def run(
     random.seed()
     np.random.seed(int.from_bytes(os.urandom(4), "little"))
 
-    group = make_group(makers, mode, check, progress)
+    dispatcher = Dispatcher(makers, mode, check, progress, _Mapped(memory))
     receiver = _Receiver(channel, progress, spin_s)
     reader = FrameReader()
 
@@ -128,38 +116,11 @@ def run(
         if not len(data):
             os._exit(0)
         for message in reader.feed(data):
-            if isinstance(message, int):
-                reply: Any = group.step_all(message)
-                send(message if reply is None else reply)
-            elif isinstance(message, Step):
-                send(group.step(message, send))
-            elif isinstance(message, (Reset, Rebuild)):
-                send(group.reset(message))
-            elif isinstance(message, (Call, SetAttr)):
-                send(group.call(message))
-            elif isinstance(message, Build):
-                send(group.build(message))
-            elif isinstance(message, Attach):
-                buffers = Buffers(message.layout, mmap.mmap(memory.rows, 0))
-                group.attach(buffers, message.observation_space, message.action_space)
-                if isinstance(group, EnvGroup):
-                    loop = FragmentLoop(group, message.observation_space)
-            elif isinstance(message, RunFragment):
-                send(loop.run(message))
-            elif isinstance(message, LoadWeights):
-                send(loop.load(message, memoryview(mmap.mmap(memory.weights, 0, prot=mmap.PROT_READ))))
-            elif isinstance(message, Evaluate):
-                send(loop.evaluate(message))
-            elif isinstance(message, SetPolicy):
-                send(loop.set_policy(message))
-            elif isinstance(message, MapArena):
-                loop.map_arena(message.layout, mmap.mmap(memory.fragments, 0))
-            elif isinstance(message, Close):
-                group.close()
-                if isinstance(group, EnvGroup):
-                    loop.close()
+            reply = dispatcher.handle(message, send)
+            if reply is not None:
+                send(reply)
+            if isinstance(message, Close):
                 sys.stdout.flush()
-                send(Reply(message.request, []))
                 os._exit(0)
 
 
