@@ -377,3 +377,131 @@ def test_a_deadline_loses_nothing():
         with pytest.raises(ce.DeadlineError, match=r"workers \[0\]"):
             collector.rollout(6, timeout_s=0.2)
         expect_ledger(collector.rollout(6, timeout_s=60), {0: (0, 0), 1: (0, 0)})
+
+
+# -- step(agent), evaluate, resuming ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [gym.vector.AutoresetMode.NEXT_STEP, gym.vector.AutoresetMode.SAME_STEP])
+def test_step_takes_an_agent(mode):
+    """The same rows as `step(actions)` with the actions that the infos name."""
+    agent = ce.TorchPolicy(nn.Linear(4, 2), dist="categorical")
+    rows = []
+    with ce.ClusterEnv("CartPole-v1", 5, backend=ce.Local(workers=2), autoreset_mode=mode) as envs:
+        obs, _ = envs.reset(seed=3)
+        for _ in range(60):
+            before = obs
+            obs, rewards, terminations, truncations, infos = envs.step(agent)
+            with torch.no_grad():
+                own = torch.log_softmax(agent.module(torch.from_numpy(before)), 1).numpy()
+            assert np.allclose(own[np.arange(5), infos["action"]], infos["logprob"], atol=1e-6)
+            assert infos["_action"].all() and (infos["policy_version"] == 0).all()
+            rows.append((infos["action"], obs, rewards, terminations, truncations))
+    assert np.any([row[3] for row in rows])
+    with ce.ClusterEnv("CartPole-v1", 5, backend=ce.Local(workers=0), autoreset_mode=mode) as envs:
+        envs.reset(seed=3)
+        for action, *expected in rows:
+            got = envs.step(action)
+            assert all(np.array_equal(a, b) for a, b in zip(got[:4], expected, strict=True))
+
+
+def test_step_with_an_agent_that_fails_can_be_tried_again():
+    module = nn.Linear(4, 2)
+    agent = ce.TorchPolicy(module, dist="categorical")
+    with ce.ClusterEnv("CartPole-v1", 4, backend=ce.Local(workers=2)) as envs:
+        envs.reset(seed=1)
+        envs.step(agent)
+        with torch.no_grad():
+            module.bias.fill_(float("nan"))
+        with pytest.raises(ce.PolicyError, match="not finite"):
+            envs.step(agent)
+        with torch.no_grad():
+            module.bias.zero_()
+        envs.step(agent)
+
+
+def test_evaluate_agrees_with_a_plain_loop_and_leaves_training_alone():
+    torch.manual_seed(3)
+    module, other = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def plain(net):
+        env, returns = gym.make("CartPole-v1"), []
+        for j in range(11):
+            obs, _ = env.reset(seed=100 + j)
+            total, over = 0.0, False
+            while not over:
+                obs, reward, terminated, truncated, _ = env.step(int(net(torch.from_numpy(obs)).argmax()))
+                total, over = total + reward, terminated or truncated
+            returns.append(total)
+        env.close()
+        return returns
+
+    for workers in (0, 1, 3):
+        with ce.ClusterEnv("CartPole-v1", 4, backend=ce.Local(workers=workers)) as envs:
+            collector = envs.collector(ce.TorchPolicy(module, dist="categorical"), seed=1)
+            first = collector.rollout(5)
+            mine = collector.evaluate(episodes=11, seed=100)
+            theirs = collector.evaluate(ce.TorchPolicy(other, dist="categorical"), episodes=11, seed=100)
+            sampled = [collector.evaluate(episodes=6, deterministic=False, seed=5).returns.tolist() for _ in range(2)]
+            again = collector.rollout(5)
+            assert np.array_equal(again.obs[0], first.last_obs) and (again.versions == 0).all()
+        assert mine.returns.tolist() == plain(module) and theirs.returns.tolist() == plain(other)
+        assert mine.lengths.tolist() == mine.returns.tolist() and mine.seeds.tolist() == list(range(100, 111))
+        assert sampled[0] == sampled[1] != mine.returns[:6].tolist()
+
+
+def test_evaluate_brings_frames_back(tmp_path):
+    with ce.ClusterEnv("CartPole-v1", 2, backend=ce.Local(workers=1)) as envs:
+        collector = envs.collector(constant_cartpole())
+        with pytest.raises(ce.UsageError, match="record=3"):
+            collector.evaluate(episodes=2, record=3)
+        result = collector.evaluate(episodes=3, record=2)
+        assert [len(frames) for frames in result.frames] == (result.lengths[:2] + 1).tolist()
+        assert result.frames[0][0].shape == (400, 600, 3)
+        result.save_gif(tmp_path / "episode.gif")
+        assert (tmp_path / "episode.gif").read_bytes().startswith(b"GIF89a")
+    with ledger(2, 1) as envs, pytest.raises(ce.EnvError, match='render_mode="rgb_array"'):
+        envs.collector(constant()).evaluate(episodes=2, record=1)
+
+
+def constant_cartpole():
+    return ce.NumpyPolicy(lambda w, obs: np.tile(w["l"], (len(obs), 1)), {"l": np.array([0.0, 1.0], np.float32)})
+
+
+def test_a_later_run_goes_on(tmp_path):
+    def run(state):
+        with ce.ClusterEnv("CartPole-v1", 3, backend=ce.Local(workers=2)) as envs:
+            if state is not None:
+                envs.load_state_dict(state)
+            else:
+                envs.set_attr("gravity", 5.0)
+            collector = envs.collector(constant_cartpole(), seed=11)
+            batch = collector.rollout(4)
+            return batch, envs.state_dict(), envs.get_attr("gravity"), collector.stats(), envs.events()
+
+    first, state, *_ = run(None)
+    second, later, gravity, stats, events = run(torch_roundtrip(state, tmp_path))
+    assert gravity == (5.0, 5.0, 5.0)
+    assert not np.array_equal(first.obs[0], second.obs[0]), "other episodes, not the same again"
+    assert later["pool"]["incarnations"] == [1, 1, 1] and stats["steps"] == 24
+    assert (second.versions == first.versions + 1).all()
+    assert any("begin anew" in event.reason for event in events)
+    with ce.ClusterEnv("CartPole-v1", 2) as envs, pytest.raises(ce.SpecError, match="saved with 3 environments"):
+        envs.load_state_dict(state)
+
+
+def torch_roundtrip(state, tmp_path):
+    torch.save(state, tmp_path / "state.pt")
+    return torch.load(tmp_path / "state.pt", weights_only=False)
+
+
+def test_stats_say_where_the_time_went():
+    with ce.ClusterEnv("CartPole-v1", 4, backend=ce.Local(workers=2)) as envs:
+        collector = envs.collector(constant_cartpole(), seed=1)
+        for _ in range(3):
+            collector.rollout(50)
+        stats, summary = collector.stats(), collector.summary()
+    assert stats["steps"] == 600 and stats["rollouts"] == 3 and stats["restarts"] == 0
+    assert 0.9 < sum(stats["time_shares"].values()) < 1.1 and stats["time_shares"]["environment"] > 0
+    assert len(stats["worker_steps_per_s"]) == 2
+    assert all(isinstance(value, float) for value in summary.values()) and len(summary) == 12

@@ -129,7 +129,7 @@ class Collector:
     def publish(self) -> int:
         """Make the agent's weights, if they changed, the newest version; returns its number."""
         token = self._policy.token()
-        if self._version < 0 or token is None or token != self._token:
+        if not self._digest or token is None or token != self._token:
             data = codec.encode(self._policy.weights())
             name = codec.digest(data)
             if name != self._digest:
@@ -254,6 +254,18 @@ class Collector:
             np.arange(seed, seed + episodes),
             [episode.frames for episode in played if episode.frames is not None],
         )
+
+    # -- resuming ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": self._version, "seed": self._attached.seed, "counts": dict(self._counts)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Versions and counters go on; actions come from the random streams of the slots' new incarnations."""
+        self._version = state["version"]
+        self._attached = self._attached._replace(seed=state["seed"])
+        self._counts = dict(state["counts"])
+        self._token, self._digest = None, ""
 
     # -- looking ----------------------------------------------------------------------------------------------
 

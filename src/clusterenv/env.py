@@ -6,6 +6,7 @@ environments run is the backend's business, what happens when one fails the pool
 
 from __future__ import annotations
 
+import logging
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
@@ -90,6 +91,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._reader = ActionReader(self.single_action_space, self.num_envs, recovery.check)
+        self._goes_on = False  # from another run's state: slots have seeds of their own
+        self._resumed: dict[str, Any] | None = None  # of the run that goes on, for the next collector
         self._stepper: Collector | None = None  # of `step(agent)`
         self.attached: Collector | None = None  # whose policy the workers have
         self._was_reset = False
@@ -174,8 +177,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             pool.send_step(None, None, knobs)
             obs, rewards, terminations, truncations, infos = self._collect_step()
         except PolicyError:
-            pool.forget()  # nothing was stepped: the same step can be tried again
-            self._stepping = False
+            self._stepping = pool.give_up_step()  # where nobody stepped, the same step can be tried again
             raise
         return obs, rewards, terminations, truncations, {**infos, **_acted_infos(pool.acted, self.num_envs)}
 
@@ -309,7 +311,13 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             ((32, 8, 4), (32, 8))
         """
         self._refuse_closed("collector")
-        return Collector(self, agent, sync=sync, info_keys=info_keys, seed=seed, on_loss=on_loss, prefetch=prefetch)
+        collector = Collector(
+            self, agent, sync=sync, info_keys=info_keys, seed=seed, on_loss=on_loss, prefetch=prefetch
+        )
+        if self._resumed is not None:
+            collector.load_state_dict(self._resumed)
+            self._resumed = None
+        return collector
 
     @property
     def pool(self) -> Pool:
@@ -324,10 +332,37 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         if self._pool.in_flight or self._stepping:
             raise UsageError("rollout() while a step is under way or was interrupted: recv() it, or reset()")
         if not self._was_reset:
-            self.reset(seed=collector.seed)
+            self.reset(seed=None if self._goes_on else collector.seed)
 
     def event_counts(self) -> Mapping[str, int]:
         return self._events.counts
+
+    # -- resuming ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a later run needs to go on: seeds, incarnations, sticky attributes, the collector's counters.
+
+        Episodes in flight cannot be resumed: a later run begins every slot anew, with seeds not used before.
+        """
+        self._refuse_closed("state_dict")
+        collector = self.attached.state_dict() if self.attached is not None else None
+        return {"format": 1, "num_envs": self.num_envs, "pool": self._pool.state_dict(), "collector": collector}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()` of an earlier run; the next `reset()` or `rollout()` begins new episodes."""
+        self._refuse_closed("load_state_dict")
+        self._refuse_in_flight("load_state_dict")
+        if state.get("format") != 1:
+            raise SpecError(f"load_state_dict: format {state.get('format')!r} is not known to this version")
+        if state["num_envs"] != self.num_envs:
+            raise SpecError(f"load_state_dict: saved with {state['num_envs']} environments, these are {self.num_envs}")
+        self._pool.drain()
+        self._pool.load_state_dict(state["pool"])
+        self._resumed = state["collector"]
+        self._goes_on = True
+        self._was_reset = self._stepping = False
+        reason = "resumed; episodes that were in flight begin anew"
+        self._events.add(Event("resumed", reason, tuple(range(self.num_envs))), level=logging.INFO)
 
     # -- looking ----------------------------------------------------------------------------------------------
 

@@ -66,7 +66,8 @@ def _cleanrl_logprob(module: Any, obs: Any, actions: Any) -> Any:
 
 
 def _sb3_logprob(module: Any, obs: Any, actions: Any) -> Any:
-    return module.evaluate_actions(obs, actions)[1]
+    # Bernoulli's log-probability wants floats.
+    return module.evaluate_actions(obs, actions.float() if actions.dtype == torch.int8 else actions)[1]
 
 
 def candidates(module: Any, action_space: Space[Any]) -> list[Shape]:

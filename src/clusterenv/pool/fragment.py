@@ -70,7 +70,6 @@ class FragmentLoop:
         self._family: Family = request.family
         self._mask = request.mask
         self._mask_in_obs = request.mask is not None and request.mask in getattr(self._space, "spaces", {})
-        self._group.keep_infos = request.mask is not None and not self._mask_in_obs
         self._streams = Streams(request.seed)
         self._keys = request.info_keys
         self._version = -1
@@ -434,7 +433,7 @@ def _padded(starts: Any) -> Any:
 
 
 def _to_numpy(state: Any, rows: int) -> Any:
-    return map_arrays(lambda value: np.array(value[:rows]), state)
+    return map_arrays(lambda value: np.array(value[:rows].numpy() if hasattr(value, "numpy") else value[:rows]), state)
 
 
 def _not_finite(params: Any, logprobs: Any, slots: list[int]) -> PolicyError:

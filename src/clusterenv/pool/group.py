@@ -64,8 +64,7 @@ class EnvGroup:
         self.ended: list[bool] = []  # the next step of this environment is a reset
         self._seeds: list[int | None] = []
         self._incarnations: list[int] = []
-        self.recent: dict[int, dict[str, Any]] = {}  # infos since the last fragment, where its policy wants them
-        self.keep_infos = False
+        self.recent: dict[int, dict[str, Any]] = {}  # infos since the last fragment: a policy may find masks there
         self.clock = 0  # whole steps of all environments
         self.began: list[int] = []  # by the clock, when each episode began: a fault names its step
         self._ticks = 0
@@ -191,7 +190,7 @@ class EnvGroup:
             self._write_each(self.slots, side, block, faults)
         if self.check and not self._finite(side):
             self._check_rows(self.slots, [side] * len(ended), faults)
-        if self.keep_infos:
+        if infos:
             self.recent.update(infos)
         if not infos and not faults:
             return None
@@ -254,7 +253,7 @@ class EnvGroup:
                 infos, objects, faults = [], [], []
                 flushed, flushed_at = i + 1, time.perf_counter()
         self._check_rows(slots[flushed:], sides[flushed:], faults)
-        if self.keep_infos:
+        if infos:
             self.recent.update(infos)
         if flush is None and not infos and not objects and not faults:
             return None

@@ -18,7 +18,7 @@ from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
 from clusterenv import infos as info_columns
-from clusterenv.errors import DeadlineError, EnvError, SpecError, UsageError, WorkerLostError
+from clusterenv.errors import DeadlineError, EnvError, PolicyError, SpecError, UsageError, WorkerLostError
 from clusterenv.events import Event, EventLog
 from clusterenv.infos import Columns
 from clusterenv.pool.collecting import FragmentDesk, of_slots
@@ -807,6 +807,23 @@ class Pool:
         self.ended[slots] = False
         self._proven[slots] |= stepped[slots]
 
+    # -- resuming ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "seed_base": list(self._seed_base),
+            "incarnations": list(self._incarnation),
+            "stickies": [[tuple(sticky) for sticky in stickies] for stickies in self._stickies],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """At the next reset every slot goes on as its next incarnation: other seeds, the same sticky attributes."""
+        self._seed_base = list(state["seed_base"])
+        self._incarnation = list(state["incarnations"])
+        self._stickies = [[Sticky(*sticky) for sticky in stickies] for stickies in state["stickies"]]
+        for slot in range(self.num_envs):
+            self._gone[slot] = self._until[slot] = time.monotonic()
+
     # -- the rest ---------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
@@ -814,6 +831,17 @@ class Pool:
         while any(t.kind != "call" for tickets in self._open for t in tickets.values()):
             self.turn(None)
         self.forget()
+
+    def give_up_step(self) -> bool:
+        """Some worker's policy failed: wait for the others. True: a slot was stepped, and its row is lost."""
+        while any(self._open):
+            try:
+                self.turn(None)
+            except PolicyError:
+                continue
+        stepped = self._ready_count > 0
+        self.forget()
+        return stepped
 
     def forget(self) -> None:
         self._awaited[:] = False
