@@ -14,7 +14,7 @@ import numpy as np
 from clusterenv.errors import DeadlineError, PolicyError
 from clusterenv.policy.families import Family
 from clusterenv.pool.arena import Arena, ArenaLayout, Side
-from clusterenv.pool.layout import Layout, leaves_of
+from clusterenv.pool.layout import Buffers, Layout, leaves_of
 from clusterenv.pool.messages import (
     Episode,
     Evaluate,
@@ -43,11 +43,12 @@ class Host(Protocol):
     """What the desk needs of a pool."""
 
     layout: Layout
-    buffers: Any
     num_envs: int
     single_action_space: Any
     slots_of: list[list[int]]
 
+    @property
+    def buffers(self) -> Buffers: ...
     def number(self) -> int: ...
     def post(self, worker: int, kind: str, slots: list[int], message: Any) -> int: ...
     def turn(self, deadline: float | None) -> None: ...
