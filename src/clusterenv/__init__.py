@@ -20,7 +20,7 @@ from clusterenv.errors import (
 )
 from clusterenv.events import Event
 from clusterenv.policy.numpy import NumpyPolicy, RandomPolicy
-from clusterenv.policy.sync import Always
+from clusterenv.policy.sync import APS, Always, Every, Never
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Vector
 
@@ -34,7 +34,10 @@ __all__ = [
     "TorchPolicy",
     "NumpyPolicy",
     "RandomPolicy",
+    "APS",
     "Always",
+    "Every",
+    "Never",
     "Local",
     "Recovery",
     "Vector",

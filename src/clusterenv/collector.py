@@ -19,7 +19,8 @@ from clusterenv.batch import Episodes, Evaluation, Receipt, Rollout, map_arrays
 from clusterenv.errors import PolicyError, UsageError
 from clusterenv.events import emit
 from clusterenv.policy import as_policy, codec
-from clusterenv.policy.sync import Always
+from clusterenv.policy.publisher import REPLAY, Publisher
+from clusterenv.policy.sync import Always, Rule, Standing, decide, fit, wants_drift
 from clusterenv.pool import Pool
 from clusterenv.pool.arena import Side
 from clusterenv.pool.collecting import Attached
@@ -27,6 +28,20 @@ from clusterenv.pool.layout import assemble
 from clusterenv.pool.messages import FragmentResult
 
 __all__ = ["Collector", "Home"]
+
+_COUNTED = (
+    "rollouts",
+    "steps",
+    "episodes",
+    "invalid_rows",
+    "pulls",
+    "weight_bytes",
+    "fragment_bytes",
+    "drift_bytes",
+)
+
+_SAMPLE_EVERY = 64
+"""One state in so many is sampled for drift: well under 1 % of a fragment's bytes."""
 
 Results = dict[int, FragmentResult | None]
 
@@ -42,6 +57,7 @@ class Home(Protocol):
     def pool(self) -> Pool: ...
     def ready_to_collect(self, collector: Collector) -> None: ...
     def event_counts(self) -> Mapping[str, int]: ...
+    def note_pull(self, version: int, reason: str) -> None: ...
 
 
 class Collector:
@@ -52,7 +68,7 @@ class Collector:
         envs: Home,
         agent: Any,
         *,
-        sync: Always | None = None,
+        sync: Rule | None = None,
         info_keys: Sequence[str] = (),
         seed: int | None = None,
         on_loss: Literal["rerun", "mask"] = "rerun",
@@ -65,7 +81,6 @@ class Collector:
         self.seed = seed
         self._on_loss: Literal["rerun", "mask"] = on_loss
         self._prefetch = prefetch
-        self._sync = Always() if sync is None else sync
         self._policy = as_policy(agent)
         self.agent = agent
         prepared = self._policy.prepare(envs.single_observation_space, envs.single_action_space)
@@ -76,11 +91,13 @@ class Collector:
             raise PolicyError(f"the policy cannot be pickled, so it cannot travel to the workers: {error!r}") from error
         own_seed = int(np.random.SeedSequence().entropy) if seed is None else seed  # type: ignore[arg-type]
         self._attached = Attached(recipe, prepared.family, prepared.mask, own_seed, tuple(info_keys))
-        self._version = -1
-        self._token: Any = None
-        self._digest = ""
-        self._offered = -1
-        self._counts = {"rollouts": 0, "steps": 0, "episodes": 0, "weight_bytes": 0, "invalid_rows": 0}
+        self._sync: Rule = fit(Always() if sync is None else sync, prepared.family)
+        self._publisher = Publisher(self._policy, recipe, prepared.family)
+        self._is_recurrent = prepared.is_recurrent
+        self._held = -1  # the version that the workers have
+        self._standing = Standing(-1, -1, None, None)
+        self._drift_at_pull: float | None = None
+        self._counts = dict.fromkeys(_COUNTED, 0)
         workers = len(self._pool.slots_of)
         self._worker_s = {"environment": np.zeros(workers), "policy": np.zeros(workers)}
         self._worker_steps = np.zeros(workers, dtype=np.int64)
@@ -127,34 +144,49 @@ class Collector:
         return self._policy.knobs()
 
     def publish(self) -> int:
-        """Make the agent's weights, if they changed, the newest version; returns its number."""
-        token = self._policy.token()
-        if not self._digest or token is None or token != self._token:
-            data = codec.encode(self._policy.weights())
-            name = codec.digest(data)
-            if name != self._digest:
-                self._version += 1
-                self._digest, self._data = name, data
-            self._token = token
-        return self._version
+        """The agent's weights, if they changed, are the newest version from now on; returns its number.
+
+        Cheap: call it after each gradient step if you like. Nothing travels before the rule says so.
+        """
+        return self._publisher.publish()
 
     def _start(self, num_steps: int) -> None:
         self._offer()
         desk = self._pool.desk
         desk.on_loss = self._on_loss
+        desk.sample_every = _SAMPLE_EVERY if wants_drift(self._sync) else 0
+        desk.sample_within = REPLAY if self._is_recurrent else None
         desk.start(num_steps, self._policy.knobs())
 
     def _offer(self) -> None:
-        """The pool's workers are to have this policy, in its newest version."""
-        desk = self._pool.desk
+        """The pool's workers are to have this policy, in the newest version or in one that the rule puts up with."""
+        desk, publisher = self._pool.desk, self._publisher
         if self._envs.attached is not self:
             self._envs.attached = self
             desk.attach(self._attached)
-            self._offered = -1
-        if self._offered != self._version:
-            desk.offer(self._version, self._data)
-            self._offered = self._version
-            self._counts["weight_bytes"] += len(self._data)
+            self._held = -1
+        self._standing = self._stand()
+        verdict = decide(self._sync, self._standing)
+        if verdict.pull:
+            publisher.snapshot()
+            self._held = publisher.version
+            desk.offer(self._held, publisher.data)
+            self._counts["pulls"] += 1
+            self._drift_at_pull = self._standing.drift
+            self._counts["weight_bytes"] += len(publisher.data)
+            self._envs.note_pull(self._held, verdict.reason)
+            self._standing = Standing(self._held, self._held, 0.0, 0.0)
+        publisher.keep({self._held})
+
+    def _stand(self) -> Standing:
+        """How the version that the workers have stands to the newest."""
+        publisher = self._publisher
+        drift = None
+        if self._held >= 0 and wants_drift(self._sync) and publisher.snapshot() != self._held:
+            drift = publisher.drift(self._held, self._policy.knobs())
+        if drift is None:
+            return Standing(self._held, publisher.snapshot() if self._held >= 0 else publisher.version, None, None)
+        return Standing(self._held, publisher.version, drift.mean, drift.se)
 
     def _assemble(self, side: Side, results: Results, num_steps: int, copy: bool) -> Rollout:
         slots_of, n = self._pool.slots_of, self._pool.num_envs
@@ -183,7 +215,10 @@ class Collector:
             for key, values in result.infos.items():
                 infos.setdefault(key, []).extend((t, first + k, value) for t, k, value in values)
             states.append(result.initial_state)
-            receipts.append(Receipt(worker, tuple(slots), result.version, self._version - result.version, None, None))
+            known = self._standing.version == result.version
+            stand = self._standing if known else Standing(result.version, -1, None, None)
+            lag = self._publisher.version - result.version
+            receipts.append(Receipt(worker, tuple(slots), result.version, lag, stand.drift, stand.drift_se))
             self._worker_s["environment"][worker] += result.env_s
             self._worker_s["policy"][worker] += result.policy_s
             self._worker_steps[worker] += num_steps * len(slots)
@@ -213,13 +248,37 @@ class Collector:
             initial_state=_join_states(states),
             receipts=tuple(receipts),
         )
+        for worker, result in results.items():
+            if result is not None and result.samples is not None:
+                self._note_drift(batch, slots_of[worker][0], result)
         counts = self._counts
         counts["rollouts"] += 1
+        counts["fragment_bytes"] += _bytes_of(batch)
         counts["steps"] += num_steps * n
         counts["episodes"] += len(episodes)
         counts["invalid_rows"] += int(valid.size - np.count_nonzero(valid))
         self._recent = [*self._recent, *((total, length) for _, _, total, length, _ in episodes)][-100:]
         return batch
+
+    def _note_drift(self, batch: Rollout, first: int, result: FragmentResult) -> None:
+        samples = result.samples
+        assert samples is not None
+        when, who = samples.t, samples.columns + first
+        there = batch.valid[when, who]
+        when, who, params = when[there], who[there], samples.params[there]
+        rows: dict[str, Any] = {}
+        if self._is_recurrent:
+            steps = np.minimum(np.arange(REPLAY), batch.num_steps - 1)
+            rows["obs"] = map_arrays(lambda values: values[steps][:, who].swapaxes(0, 1), batch.obs)
+            rows["starts"] = batch.episode_starts[steps][:, who].T
+            rows["state"] = map_arrays(lambda values: values[who], batch.initial_state)
+            rows["t"] = when
+        else:
+            rows["obs"] = map_arrays(lambda values: values[when, who], batch.obs)
+        if batch.action_masks is not None:
+            rows["mask"] = batch.action_masks[when, who]
+        self._publisher.note(result.version, rows, params)
+        self._counts["drift_bytes"] += params.nbytes + samples.t.size * 4
 
     # -- evaluating -------------------------------------------------------------------------------------------
 
@@ -258,14 +317,13 @@ class Collector:
     # -- resuming ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"version": self._version, "seed": self._attached.seed, "counts": dict(self._counts)}
+        return {"version": self._publisher.version, "seed": self._attached.seed, "counts": dict(self._counts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Versions and counters go on; actions come from the random streams of the slots' new incarnations."""
-        self._version = state["version"]
+        self._publisher.resume(state["version"])
         self._attached = self._attached._replace(seed=state["seed"])
         self._counts = dict(state["counts"])
-        self._token, self._digest = None, ""
 
     # -- looking ----------------------------------------------------------------------------------------------
 
@@ -278,7 +336,11 @@ class Collector:
         shares = {name: _share(seconds.sum(), total * workers) for name, seconds in busy.items()}
         return {
             **self._counts,
-            "version": self._version,
+            "version": self._publisher.version,
+            "held_version": self._held,
+            "drift": self._standing.drift,
+            "drift_se": self._standing.drift_se,
+            "drift_at_pull": self._drift_at_pull,
             "collecting_s": total,
             "steps_per_s": self._counts["steps"] / total if total else 0.0,
             "worker_steps_per_s": self._worker_steps / total if total else np.zeros(workers),
@@ -304,8 +366,17 @@ class Collector:
             "collect/invalid_rows": float(stats["invalid_rows"]),
             "collect/restarts": float(stats["restarts"]),
             "sync/version": float(stats["version"]),
+            "sync/pulls": float(stats["pulls"]),
+            "sync/drift": float("nan") if stats["drift"] is None else stats["drift"],
             "sync/weight_bytes": float(stats["weight_bytes"]),
         }
+
+
+def _bytes_of(batch: Rollout) -> int:
+    sizes: list[int] = []
+    for part in (batch.obs, batch.actions, batch.rewards, batch.logprobs, batch.final_obs, batch.last_obs):
+        map_arrays(lambda values: sizes.append(int(values.nbytes)), part)
+    return sum(sizes) + 4 * int(batch.valid.nbytes)
 
 
 def _share(part: float, whole: float) -> float:

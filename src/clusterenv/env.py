@@ -23,7 +23,7 @@ from clusterenv.collector import Collector
 from clusterenv.errors import ClosedError, PolicyError, SpecError, UsageError, WorkerLostError
 from clusterenv.events import Event, EventLog
 from clusterenv.policy import is_agent
-from clusterenv.policy.sync import Always
+from clusterenv.policy.sync import Rule
 from clusterenv.pool.messages import Acted
 from clusterenv.pool.pool import Pool, Rows
 from clusterenv.recovery import Recovery
@@ -286,7 +286,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self,
         agent: Any,
         *,
-        sync: Always | None = None,
+        sync: Rule | None = None,
         info_keys: Sequence[str] = (),
         seed: int | None = None,
         on_loss: Literal["rerun", "mask"] = "rerun",
@@ -333,6 +333,10 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             raise UsageError("rollout() while a step is under way or was interrupted: recv() it, or reset()")
         if not self._was_reset:
             self.reset(seed=None if self._goes_on else collector.seed)
+
+    def note_pull(self, version: int, reason: str) -> None:
+        event = Event("pull", f"version {version}: {reason}", tuple(range(self.num_envs)))
+        self._events.add(event, level=logging.DEBUG)
 
     def event_counts(self) -> Mapping[str, int]:
         return self._events.counts

@@ -32,6 +32,9 @@ class Actor(Protocol):
 
     def initial_state(self, rows: int) -> Any: ...
 
+    def like_state(self, state: Any) -> Any:
+        """A state that came as numpy arrays, as `forward` takes it."""
+
 
 class Recipe(Protocol):
     """Pickled once and sent to every worker."""
@@ -46,6 +49,7 @@ class Prepared(NamedTuple):
     """Where action masks are: a key of the observation, or of the infos."""
     description: str
     """Which shape was recognised, for the log."""
+    is_recurrent: bool = False
 
 
 @runtime_checkable

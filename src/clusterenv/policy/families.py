@@ -104,19 +104,19 @@ class MultiCategorical:
         self._start = np.asarray(space.start).reshape(-1)
         self._dtype = np.dtype(space.dtype)
         ends = np.cumsum(np.asarray(space.nvec).reshape(-1)).tolist()
-        self._parts = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        self.parts = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
         self.num_params = self.noise_size = int(ends[-1])
 
     def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample:
         noisy = params + noise
-        chosen = np.stack([noisy[:, part].argmax(axis=1) for part in self._parts], axis=1)
+        chosen = np.stack([noisy[:, part].argmax(axis=1) for part in self.parts], axis=1)
         actions = self._shaped(chosen)
         return Sample(actions, self._chosen(params, chosen), actions)
 
     def _chosen(self, params: Any, chosen: Any) -> Any:
         total = np.zeros(len(params), dtype=np.float32)
         rows = np.arange(len(params))
-        for i, part in enumerate(self._parts):
+        for i, part in enumerate(self.parts):
             total += _log_softmax(params[:, part])[rows, chosen[:, i]]
         return total
 
@@ -124,7 +124,7 @@ class MultiCategorical:
         return (chosen + self._start).astype(self._dtype).reshape(-1, *self._shape)
 
     def mode(self, params: Any) -> Any:
-        return self._shaped(np.stack([params[:, part].argmax(axis=1) for part in self._parts], axis=1))
+        return self._shaped(np.stack([params[:, part].argmax(axis=1) for part in self.parts], axis=1))
 
     def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
         return self._chosen(params, np.asarray(actions).reshape(len(params), -1) - self._start)

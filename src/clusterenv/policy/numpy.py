@@ -78,6 +78,9 @@ class _NumpyActor:
     def initial_state(self, rows: int) -> Any:
         return None
 
+    def like_state(self, state: Any) -> Any:
+        return state
+
 
 class RandomPolicy:
     """Actions drawn evenly from the action space.
@@ -116,3 +119,6 @@ class _RandomActor:
 
     def initial_state(self, rows: int) -> Any:
         return None
+
+    def like_state(self, state: Any) -> Any:
+        return state

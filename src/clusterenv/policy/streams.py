@@ -19,6 +19,7 @@ class Streams:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._generators: dict[int, tuple[int, np.random.Generator]] = {}
+        self._pickers: dict[int, tuple[int, np.random.Generator]] = {}
 
     def draw(self, slots: list[int], incarnations: list[int], steps: int, kind: Noise, size: int) -> Any:
         """Noise [steps, len(slots), size], float32: the next of each slot's stream."""
@@ -36,6 +37,18 @@ class Streams:
             np.log(block, out=block)
             np.negative(block, out=block)
         return block
+
+    def pick(self, slots: list[int], incarnations: list[int], steps: int, share: int) -> list[tuple[int, int]]:
+        """(t, column) of states to sample for drift: one in `share` of each slot's, at least one; ascending by t."""
+        picked = []
+        for k, (slot, incarnation) in enumerate(zip(slots, incarnations, strict=True)):
+            known = self._pickers.get(slot)
+            if known is None or known[0] != incarnation:
+                sequence = np.random.SeedSequence((_DOMAIN + 1, self._seed, slot, incarnation))
+                known = self._pickers[slot] = (incarnation, np.random.Generator(np.random.PCG64(sequence)))
+            count = max(1, steps // share)
+            picked += [(int(t), k) for t in known[1].choice(steps, size=count, replace=False)]
+        return sorted(picked)
 
     def _generator(self, slot: int, incarnation: int) -> np.random.Generator:
         known = self._generators.get(slot)

@@ -1,12 +1,152 @@
-"""When a worker's weights are renewed: rules as data, decisions as pure functions."""
+"""When weights travel: rules as frozen data, decisions as pure functions.
+
+The head tells a node how its version stands to the newest (`Standing`: a few numbers, no weights); the node's rule
+answers whether to pull. A user's own function `rule(standing) -> bool` is evaluated at the head.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["Always"]
+from clusterenv.errors import PolicyError, SpecError
+from clusterenv.policy.divergence import is_kl
+from clusterenv.policy.families import Family
+
+__all__ = ["APS", "Always", "Decision", "Every", "Never", "Rule", "Standing", "decide", "fit", "wants_drift"]
+
+
+class Standing(NamedTuple):
+    """How the version that a node has stands to the newest."""
+
+    version: int
+    """-1: it has none yet."""
+    latest: int
+    drift: float | None
+    """Mean divergence from the newest, over states that this version visited; None: not known."""
+    drift_se: float | None
+
+    @property
+    def lag(self) -> int:
+        return self.latest - self.version
+
+
+class Decision(NamedTuple):
+    pull: bool
+    reason: str
 
 
 @dataclass(frozen=True)
 class Always:
-    """Hand over the weights whenever they changed: the data is never stale."""
+    """Pull whenever there is something newer: the data is never stale."""
+
+
+@dataclass(frozen=True)
+class Every:
+    """Pull at every k-th version."""
+
+    k: int
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise SpecError(f"Every({self.k}): expected 1 or more")
+
+
+@dataclass(frozen=True)
+class Never:
+    """Pull once, and never again: a frozen policy."""
+
+
+@dataclass(frozen=True)
+class APS:
+    """Adaptive Policy Synchronization (arXiv 2507.10990): pull when the policy has really diverged.
+
+    Args:
+        threshold: mean KL per state (or its kin, see `divergence`) above which a node pulls; 0.02 unless told.
+        ess: say instead which share of effective samples is to remain, e.g. 0.98; threshold = -ln(ess) / 2.
+        max_lag: pull in any case when so many versions behind.
+        min_updates: not before so many versions behind.
+        z: how many standard errors of the estimate count as drift: more is more cautious.
+
+    Example:
+        >>> import clusterenv as ce
+        >>> round(ce.APS(ess=0.95).delta, 4)
+        0.0256
+    """
+
+    threshold: float | None = None
+    ess: float | None = None
+    max_lag: int | None = None
+    min_updates: int = 1
+    z: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.threshold is not None and self.ess is not None:
+            raise SpecError("APS: threshold and ess say the same thing; give one")
+        if self.threshold is not None and not 0.0 <= self.threshold < math.inf:
+            raise SpecError(f"APS(threshold={self.threshold}): expected a number of 0 or more (a mean KL per state)")
+        if self.ess is not None and not 0.0 < self.ess < 1.0:
+            raise SpecError(f"APS(ess={self.ess}): expected a share between 0 and 1")
+        if self.max_lag is not None and self.max_lag < 1:
+            raise SpecError(f"APS(max_lag={self.max_lag}): expected 1 or more")
+        if self.min_updates < 1 or not self.z >= 0.0:
+            raise SpecError(f"APS(min_updates={self.min_updates}, z={self.z}): expected 1 or more, and 0 or more")
+
+    @property
+    def delta(self) -> float:
+        if self.ess is not None:
+            return -0.5 * math.log(self.ess)
+        return 0.02 if self.threshold is None else self.threshold
+
+
+Rule = Always | Every | Never | APS | Callable[[Standing], bool]
+
+
+def fit(rule: Rule, family: Family) -> Rule:
+    """The rule, if it has a meaning for this kind of policy."""
+    if isinstance(rule, APS) and rule.ess is not None and not is_kl(family):
+        raise PolicyError(
+            f"APS(ess=...) has no meaning for a {family.name} policy, whose samples have no density ratio: "
+            "use APS(threshold=...), the share of states whose action changed (epsilon-greedy), or half the "
+            "squared distance of actions over the noise (deterministic)"
+        )
+    if not isinstance(rule, (Always, Every, Never, APS)) and not callable(rule):
+        raise SpecError(f"sync={rule!r}: expected Always(), APS(...), Every(k), Never() or a function of a Standing")
+    return rule
+
+
+def wants_drift(rule: Rule) -> bool:
+    """Whether the rule looks at the drift at all: measuring it costs a forward pass."""
+    return not isinstance(rule, (Always, Every, Never))
+
+
+def decide(rule: Rule, standing: Standing) -> Decision:
+    """Pull, or not, and why."""
+    lag = standing.lag
+    if standing.version < 0:
+        return Decision(True, "nothing loaded yet")
+    if lag <= 0:
+        return Decision(False, "is the newest")
+    if isinstance(rule, Always):
+        return Decision(True, f"{lag} newer")
+    if isinstance(rule, Every):
+        return Decision(lag >= rule.k, f"{lag} of {rule.k} versions behind")
+    if isinstance(rule, Never):
+        return Decision(False, "never")
+    if isinstance(rule, APS):
+        if lag < rule.min_updates:
+            return Decision(False, f"{lag} of at least {rule.min_updates} versions behind")
+        if rule.max_lag is not None and lag >= rule.max_lag:
+            return Decision(True, f"{lag} versions behind, max_lag={rule.max_lag}")
+        if standing.drift is None:
+            return Decision(True, "drift not known")
+        bound = standing.drift + rule.z * (standing.drift_se or 0.0)
+        text = f"drift {standing.drift:.4g} + {rule.z:g} x {standing.drift_se or 0.0:.2g}"
+        return Decision(bound > rule.delta, f"{text} {'>' if bound > rule.delta else '<='} {rule.delta:.4g}")
+    try:
+        verdict = bool(rule(standing))
+    except Exception as error:
+        raise PolicyError(f"the sync rule {rule!r} raised on {standing}: {error!r}") from error
+    return Decision(verdict, f"by {getattr(rule, '__name__', type(rule).__name__)}")

@@ -97,7 +97,7 @@ class TorchPolicy:
         self._travels = self._names(clone, self._acting or acting)
         self._verify_acting(clone, forward, obs)
         recipe = _TorchRecipe(clone, forward, self._initial_state, family.num_params, self._travels)
-        return Prepared(recipe, family, self._mask, description)
+        return Prepared(recipe, family, self._mask, description, self._initial_state is not None)
 
     def weights(self) -> Weights:
         state = self.module.state_dict(keep_vars=True)
@@ -177,8 +177,6 @@ class _TorchRecipe:
     names: tuple[str, ...]
 
     def build(self) -> _TorchActor:
-        torch.set_num_threads(1)
-        torch.distributions.Distribution.set_default_validate_args(False)
         return _TorchActor(self)
 
 
@@ -213,6 +211,9 @@ class _TorchActor:
 
     def initial_state(self, rows: int) -> Any:
         return None if self._state_fn is None else self._state_fn(rows)
+
+    def like_state(self, state: Any) -> Any:
+        return map_arrays(torch.from_numpy, state)
 
 
 class _FromDist:

@@ -79,6 +79,8 @@ class FragmentDesk:
         self._side = 0
         self._num_steps = 0
         self._knobs: dict[str, Any] = {}
+        self.sample_every = 0
+        self.sample_within: int | None = None
         self.on_loss: Literal["rerun", "mask"] = "rerun"
         self.busy_s = np.zeros(len(host.slots_of))
 
@@ -190,6 +192,9 @@ class FragmentDesk:
         self._stale |= self._running.keys()
         self._waiting.clear()
 
+    def close(self) -> None:
+        self._arena = None  # views would keep the shared memory open
+
     # -- what the pool tells ----------------------------------------------------------------------------------
 
     def took(self, worker: int, kind: str, reply: Reply) -> None:
@@ -265,7 +270,9 @@ class FragmentDesk:
             self._known[worker] = (epoch, self._arena_epoch, newest)
         knobs = {name: of_slots(value, slots) for name, value in self._knobs.items()}
         incarnations = host.incarnations(slots)
-        message = RunFragment(host.number(), self._num_steps, self._side, knobs, incarnations)
+        message = RunFragment(
+            host.number(), self._num_steps, self._side, knobs, incarnations, self.sample_every, self.sample_within
+        )
         host.post(worker, "fragment", slots, message)
         self._running[worker] = time.monotonic()
 

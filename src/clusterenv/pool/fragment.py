@@ -28,6 +28,7 @@ from clusterenv.pool.layout import Leaf, assemble, coerce, flatten
 from clusterenv.pool.messages import (
     Act,
     Acted,
+    DriftSamples,
     Evaluate,
     Fault,
     FragmentResult,
@@ -145,6 +146,7 @@ class FragmentLoop:
         noise = self._streams.draw(slots, request.incarnations, request.num_steps, family.noise, family.noise_size)
         for k in run.failed:
             steps[k] = columns.frozen(0, k)
+        picked = _Picked(self._streams, slots, request)
         env_s = policy_s = 0.0
         done, policy_error = 0, None
         count = len(slots)
@@ -168,6 +170,8 @@ class FragmentLoop:
             except Exception as error:
                 policy_error = (f"{type(error).__name__}: {error}", traceback.format_exc())
                 break
+            if t == picked.next_t:
+                picked.take(t, params)
             columns.actions[t] = actions
             columns.logprobs[t] = logprobs
             at[1] = STEP
@@ -227,7 +231,16 @@ class FragmentLoop:
         if group.check:
             self._check(run, done)
         result = FragmentResult(
-            done, self._version, run.finals, run.episodes, run.infos, initial_state, policy_error, env_s, policy_s
+            done,
+            self._version,
+            run.finals,
+            run.episodes,
+            run.infos,
+            initial_state,
+            policy_error,
+            picked.samples(),
+            env_s,
+            policy_s,
         )
         return Reply(request.request, slots, faults=run.faults, result=result)
 
@@ -315,6 +328,33 @@ class FragmentLoop:
                 leaf[t + 1 :, k] = leaf[t, k]
             run.drop_after(t, k)
             run.finals.append((t, k, columns.row(t, k)))
+
+
+class _Picked:
+    """The drift sample of one fragment: states chosen beforehand, by each slot's own stream."""
+
+    def __init__(self, streams: Streams, slots: list[int], request: RunFragment) -> None:
+        states: list[tuple[int, int]] = []
+        if request.sample_every:
+            within = min(request.num_steps, request.sample_within or request.num_steps)
+            states = streams.pick(slots, request.incarnations, within, request.sample_every)
+        self._columns_at: dict[int, list[int]] = {}
+        for t, k in states:
+            self._columns_at.setdefault(t, []).append(k)
+        self._order = iter(self._columns_at)
+        self.next_t = next(self._order, -1)
+        self._params: list[Any] = []
+
+    def take(self, t: int, params: Any) -> None:
+        self._params.append(params[self._columns_at[t]])
+        self.next_t = next(self._order, -1)
+
+    def samples(self) -> DriftSamples | None:
+        if not self._params:
+            return None
+        taken = list(self._columns_at.items())[: len(self._params)]
+        t = np.array([at for at, columns in taken for _ in columns])
+        return DriftSamples(t, np.array([k for _, columns in taken for k in columns]), np.concatenate(self._params))
 
 
 class _Run:
@@ -443,4 +483,6 @@ def _not_finite(params: Any, logprobs: Any, slots: list[int]) -> PolicyError:
 
 def _policy_failed(request: int, what: str, error: Exception) -> Reply:
     text = f"{what}: {type(error).__name__}: {error}"
-    return Reply(request, [], result=FragmentResult(0, -1, [], [], {}, None, (text, traceback.format_exc()), 0.0, 0.0))
+    return Reply(
+        request, [], result=FragmentResult(0, -1, [], [], {}, None, (text, traceback.format_exc()), None, 0.0, 0.0)
+    )

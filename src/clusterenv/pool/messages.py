@@ -164,6 +164,18 @@ class RunFragment(NamedTuple):
     side: int
     knobs: dict[str, Any]
     incarnations: list[int]
+    sample_every: int = 0
+    """One state in so many of each slot's is sampled for drift; 0: none."""
+    sample_within: int | None = None
+    """Only of the first so many steps: a recurrent policy is replayed from its state at row 0."""
+
+
+class DriftSamples(NamedTuple):
+    """What the acting policy gave for some of the fragment's states."""
+
+    t: Any  # [m]
+    columns: Any  # [m]
+    params: Any  # [m, P] float32
 
 
 class FragmentResult(NamedTuple):
@@ -180,6 +192,7 @@ class FragmentResult(NamedTuple):
     initial_state: Any
     policy_error: tuple[str, str] | None
     """(what, traceback)"""
+    samples: DriftSamples | None
     env_s: float
     policy_s: float
 

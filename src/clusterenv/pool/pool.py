@@ -635,6 +635,7 @@ class Pool:
     def close(self, timeout_s: float) -> None:
         if hasattr(self, "_rows"):
             del self._rows.buffers  # views would keep the shared memory open
+        self.desk.close()
         self._crew.close(timeout_s)
 
 

@@ -1,0 +1,165 @@
+"""APS on real workers: what moves, when, and how well the drift is known."""
+
+from __future__ import annotations
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import clusterenv as ce
+from clusterenv.policy import codec
+from clusterenv.policy.divergence import divergence
+from clusterenv.policy.families import family_for
+
+
+def net(outputs=4, inputs=8):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(inputs, 32), nn.Tanh(), nn.Linear(32, outputs))
+
+
+def nudge(module, size, generator):
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+
+
+def pulls(envs):
+    return [event.reason for event in envs.events() if event.kind == "pull"]
+
+
+def test_unchanged_weights_move_no_byte_and_always_moves_every_version():
+    module = net()
+    policy = ce.TorchPolicy(module, dist="categorical")
+    size = None
+    generator = torch.Generator().manual_seed(0)
+    with ce.ClusterEnv("LunarLander-v3", 8, backend=ce.Local(workers=2)) as envs:
+        collector = envs.collector(policy, seed=1)
+        for _ in range(3):
+            collector.rollout(4)
+        size = len(codec.encode(policy.weights()))
+        assert collector.stats()["pulls"] == 1 and collector.stats()["weight_bytes"] == size
+        for _ in range(4):
+            nudge(module, 0.01, generator)
+            collector.publish()  # twice before the rollout: coalesced into what is newest then
+            nudge(module, 0.01, generator)
+            assert (collector.rollout(4).versions == collector.stats()["version"]).all()
+        assert collector.stats()["pulls"] == 5 and collector.stats()["weight_bytes"] == 5 * size
+        assert collector.stats()["version"] == 8
+
+
+@pytest.mark.parametrize("rule", [ce.Never(), ce.Every(3), lambda standing: standing.lag == 2])
+def test_simple_rules_pull_when_they_say(rule):
+    module = net()
+    generator = torch.Generator().manual_seed(0)
+    with ce.ClusterEnv("LunarLander-v3", 4, backend=ce.Local(workers=0)) as envs:
+        collector = envs.collector(ce.TorchPolicy(module, dist="categorical"), seed=1, sync=rule)
+        versions = []
+        for _ in range(8):
+            versions.append(int(collector.rollout(3).versions[0, 0]))
+            nudge(module, 0.01, generator)
+    if isinstance(rule, ce.Never):
+        assert versions == [0] * 8
+    else:
+        gap = 3 if isinstance(rule, ce.Every) else 2
+        assert versions == [v - v % gap for v in range(8)]
+
+
+def test_aps_pulls_where_the_true_drift_crosses_the_threshold():
+    """The drift is recomputed from all recorded states of the acting version, in float64, with torch."""
+    module, delta = net(), 0.02
+    family = family_for("categorical", gym.spaces.Discrete(4))
+    generator = torch.Generator().manual_seed(2)
+    ratios, wrong, decided = [], 0, 0
+    with ce.ClusterEnv("LunarLander-v3", 32, backend=ce.Local(workers=2)) as envs:
+        rule = ce.APS(threshold=delta, z=0.0)
+        collector = envs.collector(ce.TorchPolicy(module, dist="categorical"), seed=1, sync=rule)
+        acting, states = net(), []
+        for _ in range(40):
+            before = collector.stats()["pulls"]
+            if states:
+                with torch.no_grad():
+                    obs = torch.from_numpy(np.concatenate(states))
+                    true = divergence(family)(acting(obs).numpy(), module(obs).numpy(), {}).mean()
+            batch = collector.rollout(64)
+            pulled = collector.stats()["pulls"] > before
+            if states:
+                said = collector.stats()["drift_at_pull"] if pulled else batch.receipts[0].drift
+                ratios.append(said / true)
+                if abs(true - delta) > 0.15 * delta:
+                    decided += 1
+                    wrong += pulled != (true > delta)
+            if pulled:
+                acting.load_state_dict(module.state_dict())
+                states = []
+            states.append(batch.obs.reshape(-1, 8))
+            nudge(module, 0.04, generator)
+        count = collector.stats()["pulls"]
+    assert 4 < count < 30, "neither always nor never"
+    assert decided > 20 and wrong == 0
+    assert 0.8 < np.median(ratios) < 1.25
+
+
+def test_receipts_say_how_stale_the_data_is():
+    module = net()
+    generator = torch.Generator().manual_seed(2)
+    with ce.ClusterEnv("LunarLander-v3", 8, backend=ce.Local(workers=2)) as envs:
+        policy = ce.TorchPolicy(module, dist="categorical")
+        collector = envs.collector(policy, seed=1, sync=ce.APS(threshold=1.0, max_lag=3))
+        lags = []
+        for _ in range(7):
+            batch = collector.rollout(16)
+            lags.append(batch.receipts[0].lag)
+            assert all(r.version == batch.versions[0, r.slots[0]] for r in batch.receipts)
+            if batch.receipts[0].lag:
+                assert batch.receipts[0].drift > 0 and batch.receipts[0].drift_se > 0
+            nudge(module, 0.02, generator)
+        assert lags == [0, 1, 2, 0, 1, 2, 0]
+        stats = collector.stats()
+        assert stats["drift_bytes"] < 0.03 * stats["fragment_bytes"], "at these short fragments; 0.3 % at 128 steps"
+        assert any("max_lag=3" in reason for reason in pulls(envs))
+
+
+class Gru(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(8, 8), nn.Linear(8, 4)
+
+
+def gru_dist(module, obs, state, start):
+    state = module.cell(obs, state * (1.0 - start)[:, None])
+    return torch.distributions.Categorical(logits=module.head(state)), state
+
+
+def test_recurrent_policies_are_replayed():
+    """The same weights under a new number have no drift; other weights have."""
+    torch.manual_seed(0)
+    module = Gru()
+    policy = ce.TorchPolicy(module, dist=gru_dist, initial_state=lambda rows: torch.zeros(rows, 8))
+    with ce.ClusterEnv("LunarLander-v3", 6, backend=ce.Local(workers=2)) as envs:
+        collector = envs.collector(policy, seed=1, sync=ce.APS(threshold=1e9))
+        for steps in (5, 40, 40):
+            collector.rollout(steps)
+        publisher = collector._publisher
+        with torch.no_grad():
+            module.head.bias.add_(1e-7)
+        collector.rollout(40)
+        assert collector.stats()["drift"] < 1e-10
+        with torch.no_grad():
+            module.head.weight.mul_(3.0)
+        collector.rollout(40)
+        assert collector.stats()["drift"] > 1e-4 and publisher.version == 2
+
+
+def test_a_rule_that_raises_leaves_everything_usable():
+    with ce.ClusterEnv("CartPole-v1", 4, backend=ce.Local(workers=1)) as envs:
+        policy = ce.TorchPolicy(net(2, 4), dist="categorical")
+        collector = envs.collector(policy, seed=1, sync=lambda standing: 1 // 0)
+        collector.rollout(3)  # nothing loaded yet: no rule is asked
+        nudge(policy.module, 0.1, torch.Generator().manual_seed(0))
+        with pytest.raises(ce.PolicyError, match=r"sync rule .* raised"):
+            collector.rollout(3)
+        assert envs.collector(policy, seed=1).rollout(3).valid.all()
+        with pytest.raises(ce.PolicyError, match="ess"):
+            envs.collector(ce.TorchPolicy(net(2, 4), dist="epsilon-greedy"), sync=ce.APS(ess=0.9))
