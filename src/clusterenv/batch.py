@@ -115,6 +115,8 @@ class Rollout:
     action_masks: Any = None  # [T, N, actions] bool, where the policy has masks
     initial_state: Any = None  # pytree [N, ...], recurrent state before row 0
     receipts: tuple[Receipt, ...] = ()
+    incarnations: Any = None  # [N] int; a slot whose environment was lost goes on with the next number
+    sequence: Any = None  # [N] int; how many fragments of this slot came before
 
     @property
     def num_steps(self) -> int:
@@ -174,7 +176,7 @@ class Rollout:
                 values = values.astype(np.float32)
             return torch.as_tensor(np.ascontiguousarray(values), device=device)
 
-        skip = ("episodes", "receipts", "slots")
+        skip = ("episodes", "receipts", "slots", "incarnations", "sequence")
         changed = {f.name: map_arrays(convert, getattr(self, f.name)) for f in fields(self) if f.name not in skip}
         return replace(self, **changed)
 

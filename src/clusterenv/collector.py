@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import cloudpickle
 import numpy as np
 from gymnasium import Space
 
-from clusterenv.batch import Episodes, Evaluation, Receipt, Rollout, map_arrays
+from clusterenv.assembly import Part, put_together, size_of
+from clusterenv.batch import Evaluation, Receipt, Rollout, map_arrays
 from clusterenv.errors import PolicyError, UsageError
 from clusterenv.events import emit
 from clusterenv.policy import as_policy, codec
@@ -24,8 +25,8 @@ from clusterenv.policy.sync import Always, Rule, Standing, decide, fit, wants_dr
 from clusterenv.pool import Pool
 from clusterenv.pool.arena import Side
 from clusterenv.pool.collecting import Attached
-from clusterenv.pool.layout import assemble
 from clusterenv.pool.messages import FragmentResult
+from clusterenv.pool.streaming import Item
 
 __all__ = ["Collector", "Home"]
 
@@ -38,12 +39,11 @@ _COUNTED = (
     "weight_bytes",
     "fragment_bytes",
     "drift_bytes",
+    "dropped_fragments",
 )
 
 _SAMPLE_EVERY = 64
 """One state in so many is sampled for drift: well under 1 % of a fragment's bytes."""
-
-Results = dict[int, FragmentResult | None]
 
 
 class Home(Protocol):
@@ -58,6 +58,7 @@ class Home(Protocol):
     def ready_to_collect(self, collector: Collector) -> None: ...
     def event_counts(self) -> Mapping[str, int]: ...
     def note_pull(self, version: int, reason: str) -> None: ...
+    def note_dropped(self, slots: list[int], reason: str) -> None: ...
 
 
 class Collector:
@@ -101,6 +102,7 @@ class Collector:
         workers = len(self._pool.slots_of)
         self._worker_s = {"environment": np.zeros(workers), "policy": np.zeros(workers)}
         self._worker_steps = np.zeros(workers, dtype=np.int64)
+        self._sequence = np.zeros(workers, dtype=np.int64)
         self._collecting_s = 0.0
         self._recent: list[tuple[float, int]] = []  # returns and lengths of the last episodes
 
@@ -130,12 +132,97 @@ class Collector:
             self._start(num_steps)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         side, results = desk.take(deadline, timeout_s)
-        batch = self._assemble(side, results, num_steps, copy)
+        parts = [
+            self._part(worker, side, results.get(worker), self._pool.incarnations(slots))
+            for worker, slots in enumerate(self._pool.slots_of)
+        ]
+        batch = self._batch(parts, num_steps, copy)
         if self._prefetch:
             self.publish()
             self._start(num_steps)
         self._collecting_s += time.perf_counter() - begin
         return batch
+
+    def stream(
+        self,
+        num_steps: int,
+        min_envs: int | None = None,
+        *,
+        max_staleness: int | None = None,
+        queue: int = 2,
+        timeout_s: float | None = None,
+    ) -> Generator[Rollout, None, None]:
+        """Fragments of `num_steps` steps as they arrive: no worker waits for another, or for the learner.
+
+        Call `publish()` when the agent has learned; workers get new weights, as the rule says, between two fragments.
+        Leave the loop when you like: what runs then is finished and dropped.
+
+        Args:
+            min_envs: wait for fragments of at least so many environments; None: one worker's at a time.
+            max_staleness: drop what was acted by a version more than so many behind the newest; see `stats()`.
+            queue: how many fragments a worker runs ahead. More smooths, and makes the data older.
+            timeout_s: raise `DeadlineError` when nothing arrives for so long.
+        """
+        if num_steps < 1 or queue < 1:
+            raise UsageError(f"stream(num_steps={num_steps}, queue={queue}): expected 1 or more")
+        if min_envs is not None and not 1 <= min_envs <= self._pool.num_envs:
+            raise UsageError(f"stream(min_envs={min_envs}): expected 1 to {self._pool.num_envs}")
+        if max_staleness is not None and max_staleness < 0:
+            raise UsageError(f"stream(max_staleness={max_staleness}): expected 0 or more")
+        return self._stream(num_steps, min_envs or 1, max_staleness, queue, timeout_s)
+
+    def _stream(
+        self, num_steps: int, min_envs: int, max_staleness: int | None, queue: int, timeout_s: float | None
+    ) -> Generator[Rollout, None, None]:
+        self._envs.ready_to_collect(self)
+        desk = self._pool.desk
+        if desk.is_under_way:
+            raise UsageError("stream() while a prefetched fragment is under way: take it with rollout() first")
+        if self._publisher.version < 0:
+            self.publish()
+        self._offer()
+        self._set_up_samples()
+        stream = desk.open_stream(num_steps, queue)
+        begin = time.perf_counter()
+        try:
+            while True:
+                items: list[Item] = []
+                while sum(len(self._pool.slots_of[item.worker]) for item in items) < min_envs:
+                    self._offer()
+                    stream.feed(self._policy.knobs())
+                    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+                    item = stream.wait(deadline, timeout_s, self._policy.knobs())
+                    if self._is_too_old(item, max_staleness):
+                        stream.release(item)
+                        continue
+                    if any(other.worker == item.worker for other in items):
+                        stream.put_back(item)  # one fragment per slot in a batch
+                        break
+                    items.append(item)
+                items.sort(key=lambda item: item.worker)
+                parts = [
+                    self._part(item.worker, desk.side(item.side), item.result, item.incarnations) for item in items
+                ]
+                batch = self._batch(parts, num_steps, True)
+                for item in items:
+                    stream.release(item)
+                self._offer()
+                stream.feed(self._policy.knobs())  # before the learner works, not after
+                self._collecting_s += time.perf_counter() - begin
+                yield batch
+                begin = time.perf_counter()
+        finally:
+            self._counts["dropped_fragments"] += desk.close_stream()
+
+    def _is_too_old(self, item: Item, max_staleness: int | None) -> bool:
+        lag = self._publisher.version - item.result.version
+        if max_staleness is None or lag <= max_staleness:
+            return False
+        self._counts["dropped_fragments"] += 1
+        self._envs.note_dropped(
+            self._pool.slots_of[item.worker], f"{lag} versions behind, max_staleness={max_staleness}"
+        )
+        return True
 
     def hand_over(self) -> dict[str, Any]:
         """The agent as it is now is what the workers have; returns its knobs."""
@@ -154,9 +241,13 @@ class Collector:
         self._offer()
         desk = self._pool.desk
         desk.on_loss = self._on_loss
+        self._set_up_samples()
+        desk.start(num_steps, self._policy.knobs())
+
+    def _set_up_samples(self) -> None:
+        desk = self._pool.desk
         desk.sample_every = _SAMPLE_EVERY if wants_drift(self._sync) else 0
         desk.sample_within = REPLAY if self._is_recurrent else None
-        desk.start(num_steps, self._policy.knobs())
 
     def _offer(self) -> None:
         """The pool's workers are to have this policy, in the newest version or in one that the rule puts up with."""
@@ -188,77 +279,41 @@ class Collector:
             return Standing(self._held, publisher.snapshot() if self._held >= 0 else publisher.version, None, None)
         return Standing(self._held, publisher.version, drift.mean, drift.se)
 
-    def _assemble(self, side: Side, results: Results, num_steps: int, copy: bool) -> Rollout:
-        slots_of, n = self._pool.slots_of, self._pool.num_envs
-        steps = slice(0, num_steps)
-        space = self._envs.single_observation_space
-        versions = np.full((num_steps, n), -1, dtype=np.int64)
-        finals: list[tuple[int, int, Any]] = []
-        episodes: list[tuple[int, int, float, int, dict[str, Any]]] = []
-        infos: dict[str, list[tuple[int, int, Any]]] = {}
-        states: list[Any] = []
-        receipts = []
-        for worker, slots in enumerate(slots_of):
-            result, first = results.get(worker), slots[0]
-            if result is None:  # lost, and not to be run again
-                rows = slice(first, slots[-1] + 1)
-                side.valid[steps, rows] = False
-                for flags in (side.terminations, side.truncations, side.starts):
-                    flags[steps, rows] = False
-                side.truncations[0, rows] = True
-                side.rewards[steps, rows] = 0.0
-                side.logprobs[steps, rows] = 0.0
+    def _batch(self, parts: list[Part], num_steps: int, copy: bool) -> Rollout:
+        """Put fragments together, and take note of what they tell."""
+        counts, receipts = self._counts, []
+        for part in parts:
+            result = part.result
+            if result is None:
                 continue
-            versions[:, first : slots[-1] + 1] = result.version
-            finals += [(t, first + k, obs) for t, k, obs in result.finals]
-            episodes += [(t, first + k, total, length, info) for t, k, total, length, info in result.episodes]
-            for key, values in result.infos.items():
-                infos.setdefault(key, []).extend((t, first + k, value) for t, k, value in values)
-            states.append(result.initial_state)
             known = self._standing.version == result.version
             stand = self._standing if known else Standing(result.version, -1, None, None)
             lag = self._publisher.version - result.version
-            receipts.append(Receipt(worker, tuple(slots), result.version, lag, stand.drift, stand.drift_se))
-            self._worker_s["environment"][worker] += result.env_s
-            self._worker_s["policy"][worker] += result.policy_s
-            self._worker_steps[worker] += num_steps * len(slots)
-        finals.sort(key=lambda item: item[:2])
-        episodes.sort(key=lambda item: item[:2])
-        take = np.array if copy else np.asarray
-        leaves = [take(leaf[steps]) for leaf in side.obs]
-        last = [take(leaf[num_steps]) for leaf in side.obs]
-        valid = take(side.valid[steps])
-        batch = Rollout(
-            obs=assemble(space, iter(leaves)),
-            actions=take(side.actions[steps]),
-            rewards=take(side.rewards[steps]),
-            terminations=take(side.terminations[steps]),
-            truncations=take(side.truncations[steps]),
-            logprobs=take(side.logprobs[steps]),
-            versions=versions,
-            valid=valid,
-            episode_starts=take(side.starts[steps]),
-            last_obs=assemble(space, iter(last)),
-            final_obs=_stack(space, self._pool.layout.obs, [obs for _, _, obs in finals]),
-            final_at=np.array([(t, slot) for t, slot, _ in finals], dtype=np.int64).reshape(-1, 2),
-            slots=np.arange(n),
-            infos=_info_arrays(infos, num_steps, n),
-            episodes=_episode_table(episodes),
-            action_masks=take(side.masks[steps]) if side.masks.shape[2] else None,
-            initial_state=_join_states(states),
-            receipts=tuple(receipts),
-        )
-        for worker, result in results.items():
-            if result is not None and result.samples is not None:
-                self._note_drift(batch, slots_of[worker][0], result)
-        counts = self._counts
+            slots = tuple(part.slots)
+            receipts.append(Receipt(part.worker, slots, result.version, lag, stand.drift, stand.drift_se))
+            self._worker_s["environment"][part.worker] += result.env_s
+            self._worker_s["policy"][part.worker] += result.policy_s
+            self._worker_steps[part.worker] += num_steps * len(slots)
+        space, leaves = self._envs.single_observation_space, self._pool.layout.obs
+        batch = put_together(parts, num_steps, space, leaves, tuple(receipts), copy)
+        first = 0
+        for part in parts:
+            if part.result is not None and part.result.samples is not None:
+                self._note_drift(batch, first, part.result)
+            first += len(part.slots)
         counts["rollouts"] += 1
-        counts["fragment_bytes"] += _bytes_of(batch)
-        counts["steps"] += num_steps * n
-        counts["episodes"] += len(episodes)
-        counts["invalid_rows"] += int(valid.size - np.count_nonzero(valid))
-        self._recent = [*self._recent, *((total, length) for _, _, total, length, _ in episodes)][-100:]
+        counts["fragment_bytes"] += size_of(batch)
+        counts["steps"] += batch.valid.size
+        counts["episodes"] += len(batch.episodes)
+        counts["invalid_rows"] += int(batch.valid.size - np.count_nonzero(batch.valid))
+        pairs = zip(batch.episodes.returns.tolist(), batch.episodes.lengths.tolist(), strict=True)
+        self._recent = [*self._recent, *pairs][-100:]
         return batch
+
+    def _part(self, worker: int, side: Side, result: FragmentResult | None, incarnations: list[int]) -> Part:
+        self._sequence[worker] += 1
+        slots = self._pool.slots_of[worker]
+        return Part(worker, slots, side, result, incarnations, int(self._sequence[worker]) - 1)
 
     def _note_drift(self, batch: Rollout, first: int, result: FragmentResult) -> None:
         samples = result.samples
@@ -306,6 +361,8 @@ class Collector:
             other = codec.encode(policy.weights())
         self.publish()
         self._offer()
+        if other is None and self._publisher.snapshot() != self._held:  # the rule puts up with older weights: not here
+            other = self._publisher.data
         played = desk.evaluate(episodes, seed, deterministic, record, policy.knobs(), other)
         return Evaluation(
             np.array([episode.total for episode in played]),
@@ -372,57 +429,5 @@ class Collector:
         }
 
 
-def _bytes_of(batch: Rollout) -> int:
-    sizes: list[int] = []
-    for part in (batch.obs, batch.actions, batch.rewards, batch.logprobs, batch.final_obs, batch.last_obs):
-        map_arrays(lambda values: sizes.append(int(values.nbytes)), part)
-    return sum(sizes) + 4 * int(batch.valid.nbytes)
-
-
 def _share(part: float, whole: float) -> float:
     return float(part / whole) if whole else 0.0
-
-
-def _stack(space: Any, leaves: Any, observations: list[Any]) -> Any:
-    """[K, ...] in the structure of the space, from K single observations."""
-    from clusterenv.pool.layout import flatten
-
-    rows = [list(flatten(space, obs)) for obs in observations]
-    columns = [
-        np.array([row[i] for row in rows], dtype=leaf.dtype).reshape(-1, *leaf.shape) for i, leaf in enumerate(leaves)
-    ]
-    return assemble(space, iter(columns))
-
-
-def _info_arrays(infos: dict[str, list[tuple[int, int, Any]]], num_steps: int, n: int) -> dict[str, Any]:
-    """Each key as [T, N, ...] with its "_key" mask, as Gymnasium has them; zeros (or None) where there was no value."""
-    arrays: dict[str, Any] = {}
-    for key, items in infos.items():
-        values = [np.asarray(value) for *_, value in items]
-        alike = len({(v.shape, v.dtype.kind) for v in values}) == 1 and values[0].dtype.kind in "biufc"
-        if alike:
-            array = np.zeros((num_steps, n, *values[0].shape), dtype=np.result_type(*{v.dtype for v in values}))
-        else:
-            array = np.full((num_steps, n), None, dtype=object)
-        there = np.zeros((num_steps, n), dtype=np.bool_)
-        for (t, slot, value), plain in zip(items, values, strict=True):
-            array[t, slot] = plain if alike else value
-            there[t, slot] = True
-        arrays[key], arrays[f"_{key}"] = array, there
-    return arrays
-
-
-def _episode_table(rows: list[tuple[int, int, float, int, dict[str, Any]]]) -> Episodes:
-    return Episodes(
-        np.array([row[1] for row in rows], dtype=np.int64),
-        np.array([row[0] for row in rows], dtype=np.int64),
-        np.array([row[2] for row in rows], dtype=np.float64),
-        np.array([row[3] for row in rows], dtype=np.int64),
-        [row[4] for row in rows],
-    )
-
-
-def _join_states(states: list[Any]) -> Any:
-    if not states or states[0] is None:
-        return None
-    return map_arrays(lambda *parts: np.concatenate(parts), *states)

@@ -117,6 +117,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             if not self._was_reset and not mask.all():
                 raise UsageError("the first reset() must be of all environments: leave reset_mask out")
         pool = self._pool
+        if pool.desk.is_streaming:
+            raise UsageError("reset() while a stream is open: leave its loop first (or close() the generator)")
         pool.desk.abandon()
         pool.drain()
         self._stepping = False
@@ -145,6 +147,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         pool = self._pool
         if self._stepping:
             raise UsageError("the last step was interrupted by an error or Ctrl-C: call reset() to go on")
+        if pool.desk.is_streaming:
+            raise UsageError("step() while a stream is open: leave its loop first (or close() the generator)")
         if pool.desk.is_under_way:
             raise UsageError("step() while a prefetched fragment is under way: take it with rollout(), or reset()")
         if pool.in_flight:
@@ -329,6 +333,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self._refuse_closed("rollout")
         if self._pool.is_vector:
             raise UsageError("a collector steps environments one by one: Vector(fn) has step(), send() and recv() only")
+        if self._pool.desk.is_streaming:
+            raise UsageError("a stream is open: leave its loop first (or close() the generator)")
         if self._pool.in_flight or self._stepping:
             raise UsageError("rollout() while a step is under way or was interrupted: recv() it, or reset()")
         if not self._was_reset:
@@ -337,6 +343,9 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
     def note_pull(self, version: int, reason: str) -> None:
         event = Event("pull", f"version {version}: {reason}", tuple(range(self.num_envs)))
         self._events.add(event, level=logging.DEBUG)
+
+    def note_dropped(self, slots: list[int], reason: str) -> None:
+        self._events.add(Event("dropped", reason, tuple(slots)), level=logging.DEBUG)
 
     def event_counts(self) -> Mapping[str, int]:
         return self._events.counts

@@ -1,4 +1,4 @@
-"""Where fragments lie in shared memory: T steps of all slots, twice, so that one side fills while the other is read.
+"""Where fragments lie in shared memory: T steps of all slots, on several sides: one fills while another is read.
 
 Workers write their own columns; the head reads whole arrays. A sparse memfd: a side that is never used costs nothing.
 """
@@ -27,6 +27,7 @@ class ArenaLayout:
     action: Leaf
     num_masks: int
     """Columns of action masks, 0 where the policy has none."""
+    num_sides: int = 2
 
     def arrays(self) -> list[tuple[tuple[int, ...], str]]:
         """(shape, dtype) of each array of one side."""
@@ -50,7 +51,7 @@ class ArenaLayout:
 
     @property
     def size(self) -> int:
-        return 2 * self.side_bytes
+        return self.num_sides * self.side_bytes
 
 
 def _aligned(shape: tuple[int, ...], dtype: str) -> int:
@@ -76,4 +77,4 @@ class Side:
 class Arena:
     def __init__(self, layout: ArenaLayout, memory: mmap.mmap) -> None:
         self.layout = layout
-        self.sides = [Side(layout, memory, i * layout.side_bytes) for i in (0, 1)]
+        self.sides = [Side(layout, memory, i * layout.side_bytes) for i in range(layout.num_sides)]

@@ -25,6 +25,7 @@ from clusterenv.pool.messages import (
     RunFragment,
     SetPolicy,
 )
+from clusterenv.pool.streaming import FragmentStream
 
 __all__ = ["Attached", "FragmentDesk", "Host", "of_slots"]
 
@@ -81,8 +82,8 @@ class FragmentDesk:
         self._knobs: dict[str, Any] = {}
         self.sample_every = 0
         self.sample_within: int | None = None
+        self._stream: FragmentStream | None = None
         self.on_loss: Literal["rerun", "mask"] = "rerun"
-        self.busy_s = np.zeros(len(host.slots_of))
 
     # -- what the collector asks ------------------------------------------------------------------------------
 
@@ -145,6 +146,42 @@ class FragmentDesk:
         self._started = False
         return self._arena.sides[self._side], self._done
 
+    # -- streaming --------------------------------------------------------------------------------------------
+
+    def open_stream(self, num_steps: int, queue: int) -> FragmentStream:
+        while self._running:  # of an earlier call that was given up
+            self._host.turn(None)
+        self._prepare_arena(num_steps, max(queue, 2))
+        self._stream = FragmentStream(self, num_steps, queue, len(self._host.slots_of))
+        return self._stream
+
+    def close_stream(self) -> int:
+        """Returns how many fragments were dropped."""
+        stream = self._stream
+        if stream is None:
+            return 0
+        try:
+            return stream.stop()
+        finally:
+            self._stream = None
+
+    @property
+    def is_streaming(self) -> bool:
+        return self._stream is not None
+
+    def side(self, index: int) -> Side:
+        assert self._arena is not None
+        return self._arena.sides[index]
+
+    def can_run(self, worker: int) -> bool:
+        return self._host.bring_back(worker)
+
+    def turn(self, deadline: float | None) -> None:
+        self._host.turn(deadline)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
     def evaluate(
         self, episodes: int, seed: int, deterministic: bool, record: int, knobs: dict[str, Any], other: bytes | None
     ) -> list[Episode]:
@@ -205,10 +242,16 @@ class FragmentDesk:
         if kind != "fragment" or result is None:
             return
         assert self._arena is not None
-        self.busy_s[worker] += time.monotonic() - self._running.pop(worker)
-        self._keep_last_obs(worker, result.num_steps)
+        side = self._side
+        if self._stream is not None:
+            side = self._stream.took(worker, result)
+        else:
+            self._running.pop(worker)
+        self._keep_last_obs(worker, result.num_steps, self._arena.sides[side])
         if result.num_steps:
-            self._host.collected(self._host.slots_of[worker], self._arena.sides[self._side].valid[0])
+            self._host.collected(self._host.slots_of[worker], self._arena.sides[side].valid[0])
+        if self._stream is not None:
+            return
         if worker in self._stale:
             self._stale.discard(worker)
         else:
@@ -217,6 +260,9 @@ class FragmentDesk:
     def lost(self, worker: int) -> None:
         """The worker died; its replacement knows nothing."""
         self._known.pop(worker, None)
+        if self._stream is not None:
+            self._stream.lost(worker)
+            return
         if self._running.pop(worker, None) is None:
             return
         if worker in self._stale:
@@ -228,14 +274,17 @@ class FragmentDesk:
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _prepare_arena(self, num_steps: int) -> None:
+    def _prepare_arena(self, num_steps: int, num_sides: int = 2) -> None:
         host, policy = self._host, self._policy
         assert policy is not None
         masks = 0 if policy.mask is None else policy.family.num_params
         old = self._arena.layout if self._arena is not None else None
-        if old is not None and old.num_steps >= num_steps and old.num_masks == masks:
+        enough = old is not None and old.num_steps >= num_steps and old.num_sides >= num_sides
+        if old is not None and enough and old.num_masks == masks:
             return
-        layout = ArenaLayout(num_steps, host.num_envs, host.layout.obs, leaves_of(host.single_action_space)[0], masks)
+        layout = ArenaLayout(
+            num_steps, host.num_envs, host.layout.obs, leaves_of(host.single_action_space)[0], masks, num_sides
+        )
         self._arena = Arena(layout, host.allocate_arena(layout.size))
         self._arena_epoch += 1
 
@@ -260,6 +309,11 @@ class FragmentDesk:
         self._known[worker] = (self._epoch, arena_epoch, newest)
 
     def _send(self, worker: int) -> None:
+        self.send(worker, self._num_steps, self._side, self._knobs)
+        self._running[worker] = time.monotonic()
+
+    def send(self, worker: int, num_steps: int, side: int, all_knobs: dict[str, Any]) -> list[int]:
+        """One fragment, after whatever the worker has to be told first; returns its slots' incarnations."""
         host = self._host
         assert self._arena is not None
         slots = host.slots_of[worker]
@@ -268,20 +322,19 @@ class FragmentDesk:
         if arena_epoch != self._arena_epoch:
             host.tell(worker, MapArena(self._arena.layout))
             self._known[worker] = (epoch, self._arena_epoch, newest)
-        knobs = {name: of_slots(value, slots) for name, value in self._knobs.items()}
+        knobs = {name: of_slots(value, slots) for name, value in all_knobs.items()}
         incarnations = host.incarnations(slots)
         message = RunFragment(
-            host.number(), self._num_steps, self._side, knobs, incarnations, self.sample_every, self.sample_within
+            host.number(), num_steps, side, knobs, incarnations, self.sample_every, self.sample_within
         )
         host.post(worker, "fragment", slots, message)
-        self._running[worker] = time.monotonic()
+        return incarnations
 
-    def _keep_last_obs(self, worker: int, steps: int) -> None:
-        """`step` and the next fragment go on from the last observation."""
-        assert self._arena is not None
+    def _keep_last_obs(self, worker: int, steps: int, side: Side) -> None:
+        """`step` goes on from the last observation."""
         slots = self._host.slots_of[worker]
         rows = slice(slots[0], slots[-1] + 1)
-        buffers, side = self._host.buffers, self._arena.sides[self._side]
+        buffers = self._host.buffers
         for shared, collected in zip(buffers.obs, side.obs, strict=True):
             shared[buffers.side[rows], np.arange(rows.start, rows.stop)] = collected[steps, rows]
 

@@ -54,6 +54,7 @@ class FragmentLoop:
         count = len(group.slots)
         self._returns = np.zeros(count)
         self._counted = np.zeros(count, dtype=np.int64)  # steps that are in `_returns`
+        self._tail: list[Any] | None = None  # the observations after the last fragment
         self._masks: list[Any] = [None] * count  # of the infos last seen
         self._evaluator = Evaluator(group.makers, group.at, observation_space, group.buffers.layout.obs)
         self._actor: Actor | None = None
@@ -226,6 +227,7 @@ class FragmentLoop:
             done = t + 1
             env_s += clock() - acted
 
+        self._tail = [leaf[done].copy() for leaf in columns.obs]
         group.began = [group.clock - int(length) for length in lengths]
         group.ended = [False] * count
         if group.check:
@@ -250,8 +252,14 @@ class FragmentLoop:
         buffers = group.buffers
         sides = buffers.side[group.rows]
         columns.clear()
-        for out, shared in zip(columns.obs, buffers.obs, strict=True):
-            out[0] = shared[sides, np.arange(group.first, group.first + len(group.slots))]
+        for i, (out, shared) in enumerate(zip(columns.obs, buffers.obs, strict=True)):
+            if group.moved is None or self._tail is None:
+                out[0] = shared[sides, np.arange(group.first, group.first + len(group.slots))]
+            else:  # a stream's next fragment begins before the head has seen the last one
+                out[0] = self._tail[i]
+                for slot in group.moved:
+                    out[0, slot - group.first] = shared[sides[slot - group.first], slot]
+        group.moved = set()
         for k, slot in enumerate(group.slots):
             if group.envs[k] is None:
                 run.failed.add(k)

@@ -64,6 +64,7 @@ class EnvGroup:
         self.ended: list[bool] = []  # the next step of this environment is a reset
         self._seeds: list[int | None] = []
         self._incarnations: list[int] = []
+        self.moved: set[int] | None = None  # slots not where the last fragment left them; None: all
         self.recent: dict[int, dict[str, Any]] = {}  # infos since the last fragment: a policy may find masks there
         self.clock = 0  # whole steps of all environments
         self.began: list[int] = []  # by the clock, when each episode began: a fault names its step
@@ -140,6 +141,7 @@ class EnvGroup:
     def step_all(self, request: int) -> Reply | None:
         """Step every environment; None stands for "nothing but rows"."""
         self._ticks += 1
+        self.moved = None
         sides = self._side_bytes.tobytes()
         if sides == self._all_old:
             side: int | None = 1
@@ -207,6 +209,7 @@ class EnvGroup:
     ) -> Reply | None:
         """`step_all` for any slots, any space and any sides, and timed: the same rows, a little slower."""
         buffers, at, first, clock = self.buffers, self.at, self.first, self.clock
+        self.moved = None
         sides = (1 - buffers.side[slots]).tolist()
         buffers.terminated[slots] = False
         buffers.truncated[slots] = False
@@ -344,6 +347,8 @@ class EnvGroup:
                 self.began[k] = self.clock
                 extra = self._write(1 - int(buffers.side[slot]), slot, obs)
                 self.recent[slot] = info
+                if self.moved is not None:
+                    self.moved.add(slot)
                 if info:
                     infos.append((slot, info))
                 if extra:

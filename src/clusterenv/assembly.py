@@ -1,0 +1,159 @@
+"""Fragments of several workers to one `Rollout`. Pure but for reading the shared memory that they lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from clusterenv.batch import Episodes, Receipt, Rollout, map_arrays
+from clusterenv.pool.arena import Side
+from clusterenv.pool.layout import Leaf, assemble, flatten
+from clusterenv.pool.messages import FragmentResult
+
+__all__ = ["Part", "put_together", "size_of"]
+
+
+class Part(NamedTuple):
+    """One worker's columns."""
+
+    worker: int
+    slots: list[int]
+    side: Side
+    result: FragmentResult | None
+    """None: lost, and not run again; its columns are flagged invalid."""
+    incarnations: list[int]
+    sequence: int
+
+
+def put_together(
+    parts: list[Part], num_steps: int, space: Any, leaves: tuple[Leaf, ...], receipts: tuple[Receipt, ...], copy: bool
+) -> Rollout:
+    """The parts side by side, in the order given, which is that of their slots."""
+    steps = slice(0, num_steps)
+    for part in parts:
+        if part.result is None:
+            _blank(part, steps)
+    slots = [slot for part in parts for slot in part.slots]
+    n = len(slots)
+    sides = {id(part.side) for part in parts}
+    whole = len(sides) == 1 and slots == list(range(slots[0], slots[0] + n))
+
+    def take(pick: Callable[[Side], Any], rows: Any = steps) -> Any:
+        if whole:
+            view = pick(parts[0].side)[rows, slots[0] : slots[0] + n]
+            return np.array(view) if copy else view
+        pieces = [pick(part.side)[rows, part.slots[0] : part.slots[-1] + 1] for part in parts]
+        return np.concatenate(pieces, axis=1)
+
+    versions = np.full((num_steps, n), -1, dtype=np.int64)
+    finals: list[tuple[int, int, Any]] = []
+    episodes: list[tuple[int, int, float, int, dict[str, Any]]] = []
+    infos: dict[str, list[tuple[int, int, Any]]] = {}
+    first = 0
+    for part in parts:
+        result = part.result
+        if result is not None:
+            versions[:, first : first + len(part.slots)] = result.version
+            finals += [(t, first + k, obs) for t, k, obs in result.finals]
+            episodes += [(t, part.slots[k], total, length, info) for t, k, total, length, info in result.episodes]
+            for key, values in result.infos.items():
+                infos.setdefault(key, []).extend((t, first + k, value) for t, k, value in values)
+        first += len(part.slots)
+    finals.sort(key=lambda item: item[:2])
+    episodes.sort(key=lambda item: item[:2])
+    obs, last = [], []
+    for i in range(len(leaves)):
+        pick_leaf = partial(_leaf, i)
+        obs.append(take(pick_leaf))
+        last.append(take(pick_leaf, slice(num_steps, num_steps + 1))[0])
+    has_masks = parts[0].side.masks.shape[2] > 0
+    return Rollout(
+        obs=assemble(space, iter(obs)),
+        actions=take(lambda side: side.actions),
+        rewards=take(lambda side: side.rewards),
+        terminations=take(lambda side: side.terminations),
+        truncations=take(lambda side: side.truncations),
+        logprobs=take(lambda side: side.logprobs),
+        versions=versions,
+        valid=take(lambda side: side.valid),
+        episode_starts=take(lambda side: side.starts),
+        last_obs=assemble(space, iter(last)),
+        final_obs=_stack(space, leaves, [obs for _, _, obs in finals]),
+        final_at=np.array([(t, column) for t, column, _ in finals], dtype=np.int64).reshape(-1, 2),
+        slots=np.array(slots),
+        infos=_info_arrays(infos, num_steps, n),
+        episodes=_episode_table(episodes),
+        action_masks=take(lambda side: side.masks) if has_masks else None,
+        initial_state=_join_states([part.result.initial_state for part in parts if part.result is not None]),
+        receipts=receipts,
+        incarnations=np.array([number for part in parts for number in part.incarnations]),
+        sequence=np.array([part.sequence for part in parts for _ in part.slots]),
+    )
+
+
+def _leaf(i: int, side: Side) -> Any:
+    return side.obs[i]
+
+
+def _blank(part: Part, steps: slice) -> None:
+    side, rows = part.side, slice(part.slots[0], part.slots[-1] + 1)
+    side.valid[steps, rows] = False
+    for flags in (side.terminations, side.truncations, side.starts):
+        flags[steps, rows] = False
+    side.truncations[0, rows] = True
+    side.rewards[steps, rows] = 0.0
+    side.logprobs[steps, rows] = 0.0
+
+
+def _stack(space: Any, leaves: tuple[Leaf, ...], observations: list[Any]) -> Any:
+    """[K, ...] in the structure of the space, from K single observations."""
+    rows = [list(flatten(space, obs)) for obs in observations]
+    columns = [
+        np.array([row[i] for row in rows], dtype=leaf.dtype).reshape(-1, *leaf.shape) for i, leaf in enumerate(leaves)
+    ]
+    return assemble(space, iter(columns))
+
+
+def _info_arrays(infos: dict[str, list[tuple[int, int, Any]]], num_steps: int, n: int) -> dict[str, Any]:
+    """Each key as [T, N, ...] with its "_key" mask, as Gymnasium has them; zeros (or None) where there was no value."""
+    arrays: dict[str, Any] = {}
+    for key, items in infos.items():
+        values = [np.asarray(value) for *_, value in items]
+        alike = len({(v.shape, v.dtype.kind) for v in values}) == 1 and values[0].dtype.kind in "biufc"
+        if alike:
+            array = np.zeros((num_steps, n, *values[0].shape), dtype=np.result_type(*{v.dtype for v in values}))
+        else:
+            array = np.full((num_steps, n), None, dtype=object)
+        there = np.zeros((num_steps, n), dtype=np.bool_)
+        for (t, column, value), plain in zip(items, values, strict=True):
+            array[t, column] = plain if alike else value
+            there[t, column] = True
+        arrays[key], arrays[f"_{key}"] = array, there
+    return arrays
+
+
+def _episode_table(rows: list[tuple[int, int, float, int, dict[str, Any]]]) -> Episodes:
+    return Episodes(
+        np.array([row[1] for row in rows], dtype=np.int64),
+        np.array([row[0] for row in rows], dtype=np.int64),
+        np.array([row[2] for row in rows], dtype=np.float64),
+        np.array([row[3] for row in rows], dtype=np.int64),
+        [row[4] for row in rows],
+    )
+
+
+def _join_states(states: list[Any]) -> Any:
+    if not states or states[0] is None:
+        return None
+    return map_arrays(lambda *parts: np.concatenate(parts), *states)
+
+
+def size_of(batch: Rollout) -> int:
+    """Bytes of what would travel."""
+    sizes: list[int] = []
+    for part in (batch.obs, batch.actions, batch.rewards, batch.logprobs, batch.final_obs, batch.last_obs):
+        map_arrays(lambda values: sizes.append(int(values.nbytes)), part)
+    return sum(sizes) + 4 * int(batch.valid.nbytes)
