@@ -1,8 +1,8 @@
 """The runner: `python -m benchmarks` measures every subject in interleaved rounds and prints the tables.
 
 Enters: the command line. Leaves: Markdown on stdout, progress on stderr, figures and tables in `runs/bench`.
-Each measurement is a process of its own (`subjects.py`), so that no subject inherits the threads, the memory
-or the imports of another.
+Each measurement is a process of its own (`subjects.py`, or `collectors.py` where a policy acts), so that no
+subject inherits the threads, the memory or the imports of another.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import (
+    COLLECTORS,
     TABLES,
     Results,
     Series,
@@ -31,6 +32,7 @@ from benchmarks.tables import (
 from benchmarks.venvs import ROOT, Missing, interpreter, why
 
 SUBJECTS_FILE = Path("benchmarks") / "subjects.py"
+COLLECTORS_FILE = Path("benchmarks") / "collectors.py"
 OUTPUT = ROOT / "runs" / "bench"
 START_AND_STOP_S = 180
 WARMUP_S = 0.5
@@ -116,7 +118,8 @@ def measure(
     """Run one subject once, in a process group of its own, and return what it printed."""
     if isinstance(python, Missing):
         return python
-    command = [str(python), str(SUBJECTS_FILE), subject, table.env_id, "--num-envs", str(table.num_envs)]
+    file = COLLECTORS_FILE if subject in COLLECTORS else SUBJECTS_FILE
+    command = [str(python), str(file), subject, table.env_id, "--num-envs", str(table.num_envs)]
     command += [
         "--workers",
         str(table.workers or workers),

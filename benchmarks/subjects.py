@@ -19,8 +19,8 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -51,6 +51,9 @@ class Window(NamedTuple):
 
 Advance = Callable[[], int]
 """Moves the environments on, and says how many true transitions came of it."""
+
+Subject = Callable[[Job], list[Window]]
+"""One window for each process that counted; their rates add up."""
 
 
 def make(env_id: str) -> gym.Env[Any, Any]:
@@ -222,12 +225,23 @@ def subproc(job: Job) -> list[Window]:
         return warm_and_count(advance, job)
 
 
-def ray_actors(job: Job) -> list[Window]:
-    """One actor per worker, a SyncVectorEnv in each; the head joins what they return."""
+@contextmanager
+def ray_running(job: Job) -> Iterator[Any]:
+    """The module `ray`, with a cluster of one machine and a CPU per worker behind it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray authenticates by default; without a token in the environment it writes one into the home directory.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     import ray
+
+    ray.init(num_cpus=job.workers, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def ray_actors(job: Job) -> list[Window]:
+    """One actor per worker, a SyncVectorEnv in each; the head joins what they return."""
 
     class Share:
         def __init__(self, size: int, first_seed: int) -> None:
@@ -237,8 +251,7 @@ def ray_actors(job: Job) -> list[Window]:
         def step(self, actions: np.ndarray) -> tuple[Any, ...]:
             return self.envs.step(actions)
 
-    ray.init(num_cpus=job.workers, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
-    try:
+    with ray_running(job) as ray:
         parts = shares(job)
         actors = [ray.remote(Share).options(num_cpus=1).remote(p.stop - p.start, p.start) for p in parts]
 
@@ -250,11 +263,9 @@ def ray_actors(job: Job) -> list[Window]:
         with closing(make(job.env_id)) as env:
             actions = draw_actions(env.action_space, job.num_envs)
         return warm_and_count(lockstep(step, actions), job)
-    finally:
-        ray.shutdown()
 
 
-SUBJECTS: dict[str, Callable[[Job], list[Window]]] = {
+SUBJECTS: dict[str, Subject] = {
     "limit": limit,
     "clusterenv": clusterenv_step,
     "clusterenv-recv": clusterenv_recv,
@@ -269,14 +280,14 @@ SUBJECTS: dict[str, Callable[[Job], list[Window]]] = {
 
 def versions() -> dict[str, str]:
     """Of Python, and of the measured packages that this process has loaded."""
-    known = ("clusterenv", "envpool", "gymnasium", "numpy", "ray", "stable_baselines3")
+    known = ("clusterenv", "envpool", "gymnasium", "numpy", "ray", "stable_baselines3", "torch", "torchrl")
     loaded = {name: importlib.metadata.version(name) for name in known if name in sys.modules}
     return {"python": platform.python_version(), **loaded}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("subject", choices=SUBJECTS)
+def main(subjects: dict[str, Subject]) -> None:
+    parser = argparse.ArgumentParser(description="Measure one subject once; the result is the last line on stdout.")
+    parser.add_argument("subject", choices=subjects)
     parser.add_argument("env_id")
     parser.add_argument("--num-envs", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
@@ -284,10 +295,10 @@ def main() -> None:
     parser.add_argument("--warmup", type=float, default=0.5, dest="warmup_s")
     args = parser.parse_args()
     job = Job(args.env_id, args.num_envs, args.workers, args.seconds, args.warmup_s)
-    windows = SUBJECTS[args.subject](job)
+    windows = subjects[args.subject](job)
     rate = sum(window.transitions / window.elapsed_s for window in windows)
     print(json.dumps({"steps_per_s": rate, "windows": windows, "versions": versions()}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(SUBJECTS)

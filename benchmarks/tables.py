@@ -12,6 +12,9 @@ from typing import Any
 
 LIMIT = "limit"
 PEERS = ("sync", "async", "subproc", "ray", "envpool")
+COLLECTORS = ("clusterenv-collect", "cleanrl-sync", "cleanrl-async", "rllib", "torchrl")
+"""Subjects that act with a policy: those of `collectors.py`."""
+ACTING = "A 64-64 tanh policy in torch acts; sampled actions and their log-probabilities, in rollouts of 128 steps."
 LABELS = {
     LIMIT: "limit: a bare loop per worker, nothing sent",
     "clusterenv": "**clusterenv**, `step`",
@@ -22,6 +25,11 @@ LABELS = {
     "subproc": "SB3 SubprocVecEnv, a process each",
     "ray": "Ray, a SyncVectorEnv in an actor per worker",
     "envpool": "EnvPool alone (C++ environments), a thread per worker",
+    "clusterenv-collect": "**clusterenv**, `collector.rollout`",
+    "cleanrl-sync": "CleanRL's loop on SyncVectorEnv",
+    "cleanrl-async": "CleanRL's loop on AsyncVectorEnv, a process each",
+    "rllib": "RLlib, an EnvRunner per worker",
+    "torchrl": "TorchRL MultiAsyncCollector, a SyncVectorEnv per worker",
 }
 
 
@@ -36,6 +44,8 @@ class Table:
     ours: str = "clusterenv"
     workers: int | None = None
     """None: as many as the command line says."""
+    note: str = ""
+    """What a reader has to know besides the size."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,8 @@ TABLES = (
         ours="clusterenv-recv",
         workers=16,
     ),
+    Table("collect-CartPole-v1", "CartPole-v1", 64, (LIMIT, *COLLECTORS), ours="clusterenv-collect", note=ACTING),
+    Table("collect-LunarLander-v3", "LunarLander-v3", 64, (LIMIT, *COLLECTORS), ours="clusterenv-collect", note=ACTING),
 )
 
 GOALS = (
@@ -86,6 +98,12 @@ GOALS = (
     Goal("pixels", "clusterenv", "async", 3.0),
     Goal("envpool-1024", "clusterenv-envpool", "envpool", 0.9),
     Goal("stragglers", "clusterenv-recv", "clusterenv", 1.5),
+    Goal("collect-LunarLander-v3", "clusterenv-collect", LIMIT, 0.85),
+    Goal("collect-CartPole-v1", "clusterenv-collect", LIMIT, 0.60),
+    Goal("collect-LunarLander-v3", "clusterenv-collect", "rllib", 3.0),
+    Goal("collect-LunarLander-v3", "clusterenv-collect", "torchrl", 6.0),
+    Goal("collect-LunarLander-v3", "clusterenv-collect", "cleanrl-async", 3.0),
+    Goal("collect-LunarLander-v3", "clusterenv-collect", "cleanrl-sync", 1.8),
 )
 
 
@@ -103,7 +121,7 @@ def table_markdown(table: Table, results: Results, workers: int) -> str:
     lines = [
         f"## {table.name}",
         "",
-        f"{table.env_id}, {table.num_envs} environments, {table.workers or workers} workers.",
+        f"{table.env_id}, {table.num_envs} environments, {table.workers or workers} workers. {table.note}".rstrip(),
         "",
         f"| subject | median steps/s | min-max | of the limit | {table.ours} is |",
         "|---|---:|---:|---:|---:|",

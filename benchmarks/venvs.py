@@ -22,10 +22,14 @@ ENVIRONMENTS = "gymnasium[classic-control,box2d]"
 REQUIREMENTS = {
     "sb3": ("stable-baselines3", ENVIRONMENTS),
     "ray": ("ray", ENVIRONMENTS),
+    # RLlib pins an older Gymnasium, whose box2d extra builds box2d-py with swig. Box2D is the same module as a
+    # wheel, and the one that every other environment here steps.
+    "rllib": ("ray[rllib]", "torch", "gymnasium[classic-control]", "Box2D"),
+    "torchrl": ("torchrl", ENVIRONMENTS),
 }
 # Subjects that are not named here run in the project's own environment. EnvPool is one of them on purpose:
 # alone and inside our workers it has to be the same build, beside the same numpy.
-VENV_OF_SUBJECT = {"subproc": "sb3", "ray": "ray"}
+VENV_OF_SUBJECT = {"subproc": "sb3", "ray": "ray", "rllib": "rllib", "torchrl": "torchrl"}
 
 
 @dataclass(frozen=True)
