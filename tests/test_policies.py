@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -71,6 +73,11 @@ def net(outputs):
     return nn.Sequential(nn.Linear(OBS, 16), nn.Tanh(), nn.Linear(16, outputs))
 
 
+def draw(family, params, noise):
+    actions, for_env = family.choose(params, noise, {})
+    return SimpleNamespace(actions=actions, for_env=for_env, logprobs=family.score(params, noise, actions, {}))
+
+
 def tanh_normal(mean, log_std, space):
     scale, middle = torch.tensor((space.high - space.low) / 2), torch.tensor((space.high + space.low) / 2)
     return TransformedDistribution(Normal(mean, log_std.exp()), [TanhTransform(), AffineTransform(middle, scale)])
@@ -127,7 +134,7 @@ def test_samples_follow_the_distribution(name):
     family = family_for(name, ACTIONS[space])
     params = np.tile(np.random.default_rng(0).normal(size=(1, family.num_params)).astype(np.float32), (40_000, 1))
     noise = Streams(0).draw([0], [0], 40_000, family.noise, family.noise_size)[:, 0]
-    sample = family.sample(params, noise, {})
+    sample = draw(family, params, noise)
     again = family.logprob(params, sample.actions, {})
     # Near the edge a float32 action no longer tells what it was before the squash.
     sure = (np.abs(sample.actions - 0.5) < 2.45).all(axis=1) if name == "tanh-normal" else slice(None)

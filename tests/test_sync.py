@@ -18,6 +18,7 @@ from clusterenv.policy.drift import CAPACITY, DriftTable
 from clusterenv.policy.families import family_for
 from clusterenv.policy.streams import Streams
 from clusterenv.policy.sync import Standing, decide, fit
+from test_policies import draw
 
 BOX = spaces.Box(-2.0, 3.0, (3,), np.float32)
 SPACES = {
@@ -65,7 +66,7 @@ def test_divergences_agree_with_monte_carlo(name):
     old = np.tile((0.5 * rng.normal(size=(1, family.num_params))).astype(np.float32), (60_000, 1))
     new = old + (0.2 * rng.normal(size=(1, family.num_params))).astype(np.float32)
     noise = Streams(1).draw([0], [0], len(old), family.noise, family.noise_size)[:, 0]
-    sample = family.sample(old, noise, {})
+    sample = draw(family, old, noise)
     ratios = sample.logprobs.astype(np.float64) - family.logprob(new, sample.actions, {})
     error = 4 * ratios.std() / math.sqrt(len(ratios))
     assert abs(ratios.mean() - divergence(family)(old[:1], new[:1], {})[0]) < error
@@ -87,7 +88,7 @@ def test_kl_foretells_the_effective_sample_size():
     old = np.tile(rng.normal(size=(1, 4)).astype(np.float32), (50_000, 1))
     new = old + (0.12 * rng.normal(size=(1, 4))).astype(np.float32)
     noise = Streams(1).draw([0], [0], len(old), family.noise, family.noise_size)[:, 0]
-    sample = family.sample(old, noise, {})
+    sample = draw(family, old, noise)
     w = np.exp(family.logprob(new, sample.actions, {}) - sample.logprobs)
     ess = w.sum() ** 2 / (len(w) * (w**2).sum())
     assert ess == pytest.approx(math.exp(-2 * divergence(family)(old[:1], new[:1], {})[0]), abs=0.003)

@@ -7,7 +7,7 @@ randomness enters as `noise [B, noise_size]`, so that what a slot does depends o
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -33,12 +33,6 @@ _NEVER = np.float32(-1e9)
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
-class Sample(NamedTuple):
-    actions: Any  # [B, ...] as the learner gets them
-    logprobs: Any  # [B] float32
-    for_env: Any  # [B, ...] as the environments get them (clipped to their space)
-
-
 class Family(Protocol):
     """What the numbers of a forward pass mean."""
 
@@ -47,7 +41,11 @@ class Family(Protocol):
     noise: Noise
     noise_size: int
 
-    def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample: ...
+    def choose(self, params: Any, noise: Any, knobs: dict[str, Any]) -> tuple[Any, Any]:
+        """Actions [B, ...] as the learner gets them, and as the environments get them (clipped to their space)."""
+
+    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        """Log-probabilities [B] float32 of actions that `choose` made of this noise; for many steps at once."""
 
     def mode(self, params: Any) -> Any:
         """The greedy action [B, ...], as the environments get it."""
@@ -69,28 +67,22 @@ class Categorical:
     def __init__(self, space: spaces.Discrete) -> None:
         self.num_params = self.noise_size = int(space.n)
         self._start, self._dtype = int(space.start), np.dtype(space.dtype)
-        self._rows: Any = np.arange(0)
 
-    def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample:
+    def choose(self, params: Any, noise: Any, knobs: dict[str, Any]) -> tuple[Any, Any]:
         chosen = (params + noise).argmax(axis=1)
-        logprobs = self._chosen(params, chosen)
         actions = chosen if not self._start else chosen + self._start
         if actions.dtype != self._dtype:
             actions = actions.astype(self._dtype)
-        return Sample(actions, logprobs, actions)
+        return actions, actions
 
-    def _chosen(self, logits: Any, chosen: Any) -> Any:
-        if len(self._rows) != len(logits):
-            self._rows = np.arange(len(logits))
-        top = np.maximum.reduce(logits, axis=1)
-        total = np.add.reduce(np.exp(logits - top[:, None]), axis=1)
-        return logits[self._rows, chosen] - top - np.log(total)
+    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        return self.logprob(params, actions, knobs)
 
     def mode(self, params: Any) -> Any:
         return (params.argmax(axis=1) + self._start).astype(self._dtype)
 
     def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
-        return self._chosen(params, np.asarray(actions) - self._start)
+        return _log_softmax(params)[np.arange(len(params)), np.asarray(actions) - self._start]
 
 
 class MultiCategorical:
@@ -107,18 +99,12 @@ class MultiCategorical:
         self.parts = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
         self.num_params = self.noise_size = int(ends[-1])
 
-    def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample:
-        noisy = params + noise
-        chosen = np.stack([noisy[:, part].argmax(axis=1) for part in self.parts], axis=1)
-        actions = self._shaped(chosen)
-        return Sample(actions, self._chosen(params, chosen), actions)
+    def choose(self, params: Any, noise: Any, knobs: dict[str, Any]) -> tuple[Any, Any]:
+        actions = self.mode(params + noise)
+        return actions, actions
 
-    def _chosen(self, params: Any, chosen: Any) -> Any:
-        total = np.zeros(len(params), dtype=np.float32)
-        rows = np.arange(len(params))
-        for i, part in enumerate(self.parts):
-            total += _log_softmax(params[:, part])[rows, chosen[:, i]]
-        return total
+    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        return self.logprob(params, actions, knobs)
 
     def _shaped(self, chosen: Any) -> Any:
         return (chosen + self._start).astype(self._dtype).reshape(-1, *self._shape)
@@ -127,7 +113,12 @@ class MultiCategorical:
         return self._shaped(np.stack([params[:, part].argmax(axis=1) for part in self.parts], axis=1))
 
     def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
-        return self._chosen(params, np.asarray(actions).reshape(len(params), -1) - self._start)
+        chosen = np.asarray(actions).reshape(len(params), -1) - self._start
+        total = np.zeros(len(params), dtype=np.float32)
+        rows = np.arange(len(params))
+        for i, part in enumerate(self.parts):
+            total += _log_softmax(params[:, part])[rows, chosen[:, i]]
+        return total
 
 
 class Bernoulli:
@@ -140,10 +131,13 @@ class Bernoulli:
         self._shape, self._dtype = space.shape, np.dtype(space.dtype)
         self.num_params = self.noise_size = int(np.prod(space.shape))
 
-    def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample:
+    def choose(self, params: Any, noise: Any, knobs: dict[str, Any]) -> tuple[Any, Any]:
         flat = noise < 1.0 / (1.0 + np.exp(-np.clip(params, -80.0, 80.0)))
         actions = flat.astype(self._dtype).reshape(-1, *self._shape)
-        return Sample(actions, self.logprob(params, flat, knobs), actions)
+        return actions, actions
+
+    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        return self.logprob(params, actions, knobs)
 
     def mode(self, params: Any) -> Any:
         return (params > 0).astype(self._dtype).reshape(-1, *self._shape)
@@ -182,11 +176,12 @@ class Normal(_Continuous):
         super().__init__(space)
         self.num_params = 2 * self._size
 
-    def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample:
-        mean, log_std = params[:, : self._size], params[:, self._size :]
-        flat = mean + np.exp(log_std) * noise
-        logprobs = (-0.5 * noise * noise - log_std - _HALF_LOG_2PI).sum(axis=1)
-        return Sample(self._shaped(flat), logprobs, self._clipped(flat))
+    def choose(self, params: Any, noise: Any, knobs: dict[str, Any]) -> tuple[Any, Any]:
+        flat = params[:, : self._size] + np.exp(params[:, self._size :]) * noise
+        return self._shaped(flat), self._clipped(flat)
+
+    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        return (-0.5 * noise * noise - params[:, self._size :] - _HALF_LOG_2PI).sum(axis=1)
 
     def mode(self, params: Any) -> Any:
         return self._clipped(params[:, : self._size])
@@ -217,10 +212,15 @@ class TanhNormal(_Continuous):
         inside = -0.5 * z * z - log_std - _HALF_LOG_2PI - squash - np.log(self._scale)
         return inside.sum(axis=1).astype(np.float32)
 
-    def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample:
-        before = params[:, : self._size] + np.exp(params[:, self._size :]) * noise
-        actions = self._shaped(np.tanh(before) * self._scale + self._middle)
-        return Sample(actions, self._density(params, noise, before), actions)
+    def _before(self, params: Any, noise: Any) -> Any:
+        return params[:, : self._size] + np.exp(params[:, self._size :]) * noise
+
+    def choose(self, params: Any, noise: Any, knobs: dict[str, Any]) -> tuple[Any, Any]:
+        actions = self._shaped(np.tanh(self._before(params, noise)) * self._scale + self._middle)
+        return actions, actions
+
+    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        return self._density(params, noise, self._before(params, noise))
 
     def mode(self, params: Any) -> Any:
         return self._shaped(np.tanh(params[:, : self._size]) * self._scale + self._middle)
@@ -246,10 +246,12 @@ class Deterministic(_Continuous):
         super().__init__(space)
         self.num_params = self._size
 
-    def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample:
-        sigma = _column(knobs.get("noise", 0.0), len(params))
-        actions = self._clipped(params + sigma * noise)
-        return Sample(actions, self._density(noise, sigma), actions)
+    def choose(self, params: Any, noise: Any, knobs: dict[str, Any]) -> tuple[Any, Any]:
+        actions = self._clipped(params + _column(knobs.get("noise", 0.0), len(params)) * noise)
+        return actions, actions
+
+    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        return self._density(noise, _column(knobs.get("noise", 0.0), len(params)))
 
     def _density(self, z: Any, sigma: Any) -> Any:
         quiet = sigma <= 0
@@ -276,7 +278,7 @@ class EpsilonGreedy:
         self.num_params = int(space.n)
         self._start, self._dtype = int(space.start), np.dtype(space.dtype)
 
-    def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample:
+    def choose(self, params: Any, noise: Any, knobs: dict[str, Any]) -> tuple[Any, Any]:
         epsilon = _column(knobs.get("epsilon", 0.0), len(params))[:, 0]
         allowed = params > _NEVER
         counts = allowed.sum(axis=1)
@@ -285,7 +287,10 @@ class EpsilonGreedy:
         anything = (allowed.cumsum(axis=1) == (j + 1)[:, None]).argmax(axis=1)
         chosen = np.where(noise[:, 0] < epsilon, anything, params.argmax(axis=1))
         actions = (chosen + self._start).astype(self._dtype)
-        return Sample(actions, self.logprob(params, actions, knobs), actions)
+        return actions, actions
+
+    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        return self.logprob(params, actions, knobs)
 
     def mode(self, params: Any) -> Any:
         return (params.argmax(axis=1) + self._start).astype(self._dtype)
@@ -323,12 +328,15 @@ class Uniform:
         self.noise_size = len(low)
         self._logprob = np.float32(-np.log(np.maximum(count, 1e-30)).sum())
 
-    def sample(self, params: Any, noise: Any, knobs: dict[str, Any]) -> Sample:
+    def choose(self, params: Any, noise: Any, knobs: dict[str, Any]) -> tuple[Any, Any]:
         value = noise * self._count
         if self._whole:
             value = np.minimum(value.astype(np.int64), self._count - 1)
         actions = (self._low + value).astype(self._dtype).reshape(-1, *self._space_shape)
-        return Sample(actions, np.full(len(noise), self._logprob), actions)
+        return actions, actions
+
+    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        return np.full(len(noise), self._logprob)
 
     def mode(self, params: Any) -> Any:
         raise PolicyError("a random policy has no greedy action: evaluate(deterministic=False)")
@@ -338,9 +346,9 @@ class Uniform:
 
 
 def _column(value: Any, rows: int) -> Any:
-    """A number for all rows, or one for each, as [B, 1]."""
+    """A number for all rows, or one for each slot (whose rows follow each other, step by step), as [B, 1]."""
     column = np.asarray(value, dtype=np.float32).reshape(-1, 1)
-    return np.broadcast_to(column, (rows, 1))
+    return np.broadcast_to(column, (rows, 1)) if len(column) in (1, rows) else np.tile(column, (rows // len(column), 1))
 
 
 def mask_logits(params: Any, mask: Any) -> Any:

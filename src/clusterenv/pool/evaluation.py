@@ -112,7 +112,7 @@ class Evaluator:
             else:
                 if t % _NOISE_STEPS == 0:
                     noise = streams.draw(episodes, [0] * count, _NOISE_STEPS, family.noise, family.noise_size)
-                actions = family.sample(params, noise[t % _NOISE_STEPS], request.knobs).for_env
+                _, actions = family.choose(params, noise[t % _NOISE_STEPS], request.knobs)
             starts[:] = False
             t += 1
             self._at[1] = STEP

@@ -113,9 +113,11 @@ class FragmentLoop:
             group.recent.clear()
             params = mask_logits(params, self._masks_of(obs, params))
         noise = self._streams.draw(slots, act.incarnations, 1, family.noise, family.noise_size)[0]
-        actions, logprobs, for_env = family.sample(params[columns], noise, act.knobs)
-        if not np.isfinite(logprobs).all():
-            raise _not_finite(params[columns], logprobs, slots)
+        params = params[columns]
+        if not np.isfinite(params).all():
+            raise _not_finite(params, slots)
+        actions, for_env = family.choose(params, noise, act.knobs)
+        logprobs = family.score(params, noise, actions, act.knobs)
         buffers.actions[0][slots] = for_env
         return Acted(slots, actions, logprobs, self._version)
 
@@ -148,6 +150,7 @@ class FragmentLoop:
         for k in run.failed:
             steps[k] = columns.frozen(0, k)
         picked = _Picked(self._streams, slots, request)
+        all_params = np.empty((request.num_steps, len(slots), family.num_params), dtype=np.float32)
         env_s = policy_s = 0.0
         done, policy_error = 0, None
         count = len(slots)
@@ -158,23 +161,25 @@ class FragmentLoop:
             at[1] = POLICY
             begin = clock()
             try:
-                params, self._state = actor.forward(
-                    pad_rows(columns.obs_at(t), count), self._state, _padded(started[t])
-                )
+                obs_rows = columns.obs_at(t)
+                if count % PAD:
+                    obs_rows = pad_rows(obs_rows, count)
+                starts = started[t] if self._state is None else _padded(started[t])
+                params, self._state = actor.forward(obs_rows, self._state, starts)
                 params = params[:count]
                 if self._mask is not None:
                     params = self._apply_masks(columns, t, params)
-                actions, logprobs, for_env = family.sample(params, noise[t], knobs)
-                total = float(np.add.reduce(logprobs))
+                actions, for_env = family.choose(params, noise[t], knobs)
+                total = float(np.add.reduce(params, axis=None))
                 if total - total != 0.0:  # NaN or infinite: never let such an action reach an environment
-                    raise _not_finite(params, logprobs, slots)
+                    raise _not_finite(params, slots)
             except Exception as error:
                 policy_error = (f"{type(error).__name__}: {error}", traceback.format_exc())
                 break
             if t == picked.next_t:
                 picked.take(t, params)
             columns.actions[t] = actions
-            columns.logprobs[t] = logprobs
+            all_params[t] = params
             at[1] = STEP
             acted = clock()
             policy_s += acted - begin
@@ -227,6 +232,9 @@ class FragmentLoop:
             done = t + 1
             env_s += clock() - acted
 
+        scoring = clock()
+        columns.logprobs[:done] = self._score(all_params[:done], noise[:done], columns.actions[:done], knobs)
+        policy_s += clock() - scoring
         self._tail = [leaf[done].copy() for leaf in columns.obs]
         group.began = [group.clock - int(length) for length in lengths]
         group.ended = [False] * count
@@ -245,6 +253,12 @@ class FragmentLoop:
             policy_s,
         )
         return Reply(request.request, slots, faults=run.faults, result=result)
+
+    def _score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        """Log-probabilities [T, K] of a whole fragment: one call of each numpy function instead of one per step."""
+        steps, count = noise.shape[:2]
+        rows = [values.reshape(steps * count, *values.shape[2:]) for values in (params, noise, actions)]
+        return self._family.score(rows[0], rows[1], rows[2], knobs).reshape(steps, count)
 
     def _begin(self, run: _Run) -> None:
         """Row 0: the observation that the user saw last; a new episode where that one had ended."""
@@ -484,8 +498,8 @@ def _to_numpy(state: Any, rows: int) -> Any:
     return map_arrays(lambda value: np.array(value[:rows].numpy() if hasattr(value, "numpy") else value[:rows]), state)
 
 
-def _not_finite(params: Any, logprobs: Any, slots: list[int]) -> PolicyError:
-    k = int(np.argmin(np.isfinite(logprobs)))
+def _not_finite(params: Any, slots: list[int]) -> PolicyError:
+    k = int(np.argmin(np.isfinite(params).all(axis=1)))
     return PolicyError(f"the policy's output for slot {slots[k]} is not finite: {params[k]!r}")
 
 
