@@ -240,6 +240,7 @@ def test_prefetch_acts_with_the_version_at_hand():
         assert (first.versions == 0).all() and (second.versions == 0).all()
         assert second.receipts[0].lag == 0 and (collector.rollout(8).versions == 1).all()
         assert np.array_equal(second.obs[0], first.last_obs)
+        collector.evaluate(episodes=3, seed=5)  # the fragment that is under way is not lost by it
         with pytest.raises(ce.UsageError, match="8 steps is under way"):
             collector.rollout(4)
         with pytest.raises(ce.UsageError, match="prefetched fragment"):
@@ -299,7 +300,7 @@ def test_a_lost_fragment_can_be_masked_instead(tmp_path):
         assert not batch.terminations[:, :2].any() and batch.rewards[:, :2].sum() == 0
         again = collector.rollout(6)
         assert again.valid.all() and again.episode_starts[0, :2].all() and (again.obs[0, :2, 1] == 1).all()
-        assert collector.stats()["invalid_rows"] == 12
+        assert collector.stats()["invalid_rows"] == 12 and collector.stats()["steps"] == 3 * 4 + 6 * 2 + 6 * 4
 
 
 @pytest.mark.parametrize("what", ["raise", "nan", "shape", "inf_reward", "exit"])

@@ -24,6 +24,7 @@ from torch.distributions import (
 import clusterenv as ce
 from clusterenv.policy.families import family_for
 from clusterenv.policy.streams import Streams
+from toys import DiesOnce
 
 OBS = 5
 ACTIONS = {
@@ -325,6 +326,28 @@ def test_recurrent_state_is_kept_per_slot_and_given_with_the_batch(workers):
             assert np.allclose(own.numpy(), batch.logprobs[t], atol=1e-5)
 
 
+def test_a_masked_fragment_has_states_too(tmp_path):
+    policy = ce.TorchPolicy(Memory(), dist=recurrent_dist, initial_state=lambda rows: torch.zeros(rows, 8))
+
+    def thunk(i):
+        env = Any_(ACTIONS["discrete"])
+        return DiesOnce(env, tmp_path / "died") if i == 1 else env
+
+    thunks = [lambda i=i: thunk(i) for i in range(4)]
+    recovery = ce.Recovery(backoff_s=(0.01, 0.1))
+    with ce.ClusterEnv(thunks, backend=ce.Local(workers=2), recovery=recovery) as envs:
+        collector = envs.collector(policy, seed=1, on_loss="mask")
+        collector.rollout(2)
+        batch = collector.rollout(4)
+    assert not batch.valid[:, :2].any() and batch.valid[:, 2:].all()
+    assert batch.initial_state.shape == (4, 8) and (batch.initial_state[:2] == 0).all()
+
+
+def test_a_state_whose_rows_do_not_come_first_is_refused():
+    policy = ce.TorchPolicy(Memory(), dist=recurrent_dist, initial_state=lambda rows: torch.zeros(1, rows, 8))
+    refused(policy, r"first axis must be the rows")
+
+
 class Masked(gym.Env):
     """At step t action t % 4 is forbidden; says so in its infos, or in its observation."""
 
@@ -455,6 +478,9 @@ def test_a_module_that_fails_on_the_worker_says_so_with_its_traceback():
 
 def test_num_steps_and_vectors_are_checked():
     with ce.ClusterEnv("CartPole-v1", 2, backend=ce.Local(workers=1)) as envs:
+        with pytest.raises(ce.PolicyError, match="no greedy action"):
+            envs.collector(ce.RandomPolicy()).evaluate(episodes=2)
+        assert envs.collector(ce.RandomPolicy()).evaluate(episodes=2, deterministic=False).mean > 0
         with pytest.raises(ce.UsageError, match="num_steps=0"):
             envs.collector(ce.RandomPolicy()).rollout(0)
         with pytest.raises(ce.UsageError, match="on_loss='drop'"):

@@ -10,10 +10,12 @@ import numpy as np
 
 from clusterenv.batch import Episodes, Receipt, Rollout, map_arrays
 from clusterenv.pool.arena import Side
-from clusterenv.pool.layout import Leaf, assemble, flatten
+from clusterenv.pool.layout import Leaf, assemble
 from clusterenv.pool.messages import FragmentResult
 
 __all__ = ["Part", "put_together", "size_of"]
+
+_NONE = np.zeros(0, dtype=np.int64)
 
 
 class Part(NamedTuple):
@@ -49,7 +51,7 @@ def put_together(
         return np.concatenate(pieces, axis=1)
 
     versions = np.full((num_steps, n), -1, dtype=np.int64)
-    finals: list[tuple[int, int, Any]] = []
+    final_t, final_n, final_leaves = [_NONE], [_NONE], [[np.zeros((0, *f.shape), f.dtype) for f in leaves]]
     episodes: list[tuple[int, int, float, int, dict[str, Any]]] = []
     infos: dict[str, list[tuple[int, int, Any]]] = {}
     first = 0
@@ -57,12 +59,16 @@ def put_together(
         result = part.result
         if result is not None:
             versions[:, first : first + len(part.slots)] = result.version
-            finals += [(t, first + k, obs) for t, k, obs in result.finals]
+            final_t.append(result.finals.t)
+            final_n.append(result.finals.columns + first)
+            final_leaves.append(result.finals.leaves)
             episodes += [(t, part.slots[k], total, length, info) for t, k, total, length, info in result.episodes]
             for key, values in result.infos.items():
                 infos.setdefault(key, []).extend((t, first + k, value) for t, k, value in values)
         first += len(part.slots)
-    finals.sort(key=lambda item: item[:2])
+    when, who = np.concatenate(final_t), np.concatenate(final_n)
+    order = np.lexsort((who, when))
+    finals = [np.concatenate(pieces)[order] for pieces in zip(*final_leaves, strict=True)]
     episodes.sort(key=lambda item: item[:2])
     obs, last = [], []
     for i in range(len(leaves)):
@@ -81,13 +87,13 @@ def put_together(
         valid=take(lambda side: side.valid),
         episode_starts=take(lambda side: side.starts),
         last_obs=assemble(space, iter(last)),
-        final_obs=_stack(space, leaves, [obs for _, _, obs in finals]),
-        final_at=np.array([(t, column) for t, column, _ in finals], dtype=np.int64).reshape(-1, 2),
+        final_obs=assemble(space, iter(finals)),
+        final_at=np.stack([when[order], who[order]], axis=1),
         slots=np.array(slots),
         infos=_info_arrays(infos, num_steps, n),
         episodes=_episode_table(episodes),
         action_masks=take(lambda side: side.masks) if has_masks else None,
-        initial_state=_join_states([part.result.initial_state for part in parts if part.result is not None]),
+        initial_state=_join_states(parts),
         receipts=receipts,
         incarnations=np.array([number for part in parts for number in part.incarnations]),
         sequence=np.array([part.sequence for part in parts for _ in part.slots]),
@@ -106,15 +112,6 @@ def _blank(part: Part, steps: slice) -> None:
     side.truncations[0, rows] = True
     side.rewards[steps, rows] = 0.0
     side.logprobs[steps, rows] = 0.0
-
-
-def _stack(space: Any, leaves: tuple[Leaf, ...], observations: list[Any]) -> Any:
-    """[K, ...] in the structure of the space, from K single observations."""
-    rows = [list(flatten(space, obs)) for obs in observations]
-    columns = [
-        np.array([row[i] for row in rows], dtype=leaf.dtype).reshape(-1, *leaf.shape) for i, leaf in enumerate(leaves)
-    ]
-    return assemble(space, iter(columns))
 
 
 def _info_arrays(infos: dict[str, list[tuple[int, int, Any]]], num_steps: int, n: int) -> dict[str, Any]:
@@ -145,10 +142,17 @@ def _episode_table(rows: list[tuple[int, int, float, int, dict[str, Any]]]) -> E
     )
 
 
-def _join_states(states: list[Any]) -> Any:
-    if not states or states[0] is None:
+def _join_states(parts: list[Part]) -> Any:
+    """[N, ...]; zeros where a worker was lost."""
+    known = next((part.result.initial_state for part in parts if part.result is not None), None)
+    if known is None:
         return None
-    return map_arrays(lambda *parts: np.concatenate(parts), *states)
+
+    def blank(part: Part) -> Any:
+        return map_arrays(lambda like: np.zeros((len(part.slots), *like.shape[1:]), like.dtype), known)
+
+    states = [blank(part) if part.result is None else part.result.initial_state for part in parts]
+    return map_arrays(lambda *leaves: np.concatenate(leaves), *states)
 
 
 def size_of(batch: Rollout) -> int:

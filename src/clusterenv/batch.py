@@ -104,7 +104,7 @@ class Rollout:
     truncations: Any  # [T, N] bool
     logprobs: Any  # [T, N] float32, with which the action was really sampled
     versions: Any  # [T, N] int64, the policy that acted
-    valid: Any  # [T, N] bool; False where an environment was lost: learn nothing from such a row
+    valid: Any  # [T, N] bool; False where an environment was lost: select by it, and learn nothing from other rows
     episode_starts: Any  # [T, N] bool; obs[t] is the first of its episode
     last_obs: Any  # [N, ...]; after row T-1, of the running episode
     final_obs: Any  # [K, ...]; the true last observation of each episode that ended

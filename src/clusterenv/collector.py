@@ -20,6 +20,7 @@ from clusterenv.batch import Evaluation, Receipt, Rollout, map_arrays
 from clusterenv.errors import PolicyError, UsageError
 from clusterenv.events import emit
 from clusterenv.policy import as_policy, codec
+from clusterenv.policy.families import Uniform
 from clusterenv.policy.publisher import REPLAY, Publisher
 from clusterenv.policy.sync import Always, Rule, Standing, decide, fit, wants_drift
 from clusterenv.pool import Pool
@@ -187,6 +188,7 @@ class Collector:
         try:
             while True:
                 items: list[Item] = []
+                later: list[Item] = []
                 while sum(len(self._pool.slots_of[item.worker]) for item in items) < min_envs:
                     self._offer()
                     stream.feed(self._policy.knobs())
@@ -196,9 +198,11 @@ class Collector:
                         stream.release(item)
                         continue
                     if any(other.worker == item.worker for other in items):
-                        stream.put_back(item)  # one fragment per slot in a batch
-                        break
-                    items.append(item)
+                        later.append(item)  # one fragment per slot in a batch
+                    else:
+                        items.append(item)
+                for item in reversed(later):
+                    stream.put_back(item)
                 items.sort(key=lambda item: item.worker)
                 parts = [
                     self._part(item.worker, desk.side(item.side), item.result, item.incarnations) for item in items
@@ -303,7 +307,7 @@ class Collector:
             first += len(part.slots)
         counts["rollouts"] += 1
         counts["fragment_bytes"] += size_of(batch)
-        counts["steps"] += batch.valid.size
+        counts["steps"] += int(np.count_nonzero(batch.valid))
         counts["episodes"] += len(batch.episodes)
         counts["invalid_rows"] += int(batch.valid.size - np.count_nonzero(batch.valid))
         pairs = zip(batch.episodes.returns.tolist(), batch.episodes.lengths.tolist(), strict=True)
@@ -352,8 +356,8 @@ class Collector:
             raise UsageError(f"evaluate(episodes={episodes}, record={record}): expected episodes >= record >= 0")
         self._envs.ready_to_collect(self)
         desk = self._pool.desk
-        if desk.is_under_way:
-            raise UsageError("evaluate() while a fragment is under way (prefetch): take it with rollout() first")
+        if deterministic and isinstance(self._attached.family, Uniform):
+            raise PolicyError("a random policy has no greedy action: evaluate(deterministic=False)")
         other, policy = None, self._policy
         if agent is not None and agent is not self.agent:
             policy = as_policy(agent)
@@ -407,7 +411,7 @@ class Collector:
         }
 
     def summary(self) -> dict[str, float]:
-        """A dozen numbers for TensorBoard or W&B."""
+        """A dozen numbers for TensorBoard or W&B; returns and lengths are means of the last 100 episodes."""
         stats = self.stats()
         returns = [r for r, _ in self._recent]
         lengths = [length for _, length in self._recent]

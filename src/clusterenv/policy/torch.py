@@ -42,8 +42,8 @@ class TorchPolicy:
             module's own log-probability.
         acting: prefixes of the `state_dict` that acting needs; the rest never travels. None: all of it, or what is
             known of a recognised shape.
-        initial_state: recurrent policies: `initial_state(rows)` gives the state of new episodes, a (nested tuple
-            of) tensor [rows, ...].
+        initial_state: recurrent policies: `initial_state(rows)` gives the state before anything was seen, a (nested
+            tuple of) tensor [rows, ...]. Where `episode_start` is 1, `dist` itself goes back to it.
         action_mask: key of the observation, or of the infos, under which the allowed actions are.
         epsilon, noise: for "epsilon-greedy" and "deterministic"; a number, or one per slot. May be changed any time.
 
@@ -132,10 +132,14 @@ class TorchPolicy:
         try:
             with torch.inference_mode():
                 if self._initial_state is not None:
-                    given, _ = self._dist(clone, obs, self._initial_state(PAD), torch.ones(PAD))
+                    state = self._initial_state(PAD)
+                    map_arrays(_check_state, state)
+                    given, _ = self._dist(clone, obs, state, torch.ones(PAD))
                 else:
                     given = self._dist(clone, obs)
                 name, params = from_distribution(given)
+        except PolicyError:
+            raise
         except Exception as error:
             raise PolicyError(f"dist failed on a batch of {PAD} observations: {error!r}") from error
         family = family_for(name, action_space)
@@ -302,6 +306,14 @@ def _check_params(params: Any, family: Family, what: str) -> None:
         raise PolicyError(
             f"{what}: the policy gave {tuple(params.shape)} numbers for {PAD} observations; a {family.name} policy "
             f"over this action space needs {(PAD, family.num_params)}"
+        )
+
+
+def _check_state(leaf: Any) -> None:
+    if leaf.shape[:1] != (PAD,):
+        raise PolicyError(
+            f"initial_state({PAD}) gave a tensor of shape {tuple(leaf.shape)}: its first axis must be the rows, "
+            "[rows, ...]; turn it around inside dist where the module wants [layers, rows, ...]"
         )
 
 

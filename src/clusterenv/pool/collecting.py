@@ -188,6 +188,8 @@ class FragmentDesk:
         """Play episodes with the policy that is attached: its newest weights, or `other` weights of the same shape."""
         host = self._host
         workers = range(len(host.slots_of))
+        while self._running:  # a prefetched fragment: it is kept, and taken by the next rollout
+            host.turn(None)
         while not all(host.bring_back(worker) for worker in workers):
             host.turn(None)
         for worker in workers:

@@ -57,7 +57,8 @@ class Evaluator:
         except Caught as error:
             text = traceback.format_exc()
             what = f"{type(error).__name__}: {error}"
-            return Reply(request.request, [], faults=[Fault(slots[0], "evaluate", what, text, request.seed, 0, 0)])
+            phase = "policy" if self._at[1] == POLICY else "evaluate"
+            return Reply(request.request, [], faults=[Fault(slots[0], phase, what, text, request.seed, 0, 0)])
         return Reply(request.request, [], result=done)
 
     def _recording_env(self, slot: int) -> Any:

@@ -31,6 +31,7 @@ from clusterenv.pool.messages import (
     DriftSamples,
     Evaluate,
     Fault,
+    Finals,
     FragmentResult,
     LoadWeights,
     Reply,
@@ -243,7 +244,7 @@ class FragmentLoop:
         result = FragmentResult(
             done,
             self._version,
-            run.finals,
+            _pack_finals(run.finals, self._space, group.buffers.layout.obs),
             run.episodes,
             run.infos,
             initial_state,
@@ -489,6 +490,20 @@ class _Columns:
         return bad
 
 
+def _pack_finals(finals: list[tuple[int, int, Any]], space: Any, leaves: tuple[Leaf, ...]) -> Finals:
+    """As one array per leaf: hundreds of small ones would take long to pickle."""
+    if len(leaves) == 1 and not leaves[0].path:
+        columns = [[obs for _, _, obs in finals]]
+    else:
+        columns = [list(values) for values in zip(*(flatten(space, obs) for _, _, obs in finals), strict=True)]
+    arrays = [
+        np.array(values, dtype=leaf.dtype).reshape(-1, *leaf.shape)
+        for leaf, values in zip(leaves, columns or [[] for _ in leaves], strict=True)
+    ]
+    t = np.array([t for t, _, _ in finals], dtype=np.int64)
+    return Finals(t, np.array([k for _, k, _ in finals], dtype=np.int64), arrays)
+
+
 def _padded(starts: Any) -> Any:
     missing = -len(starts) % PAD
     return np.concatenate([starts, np.ones(missing, dtype=np.bool_)]) if missing else starts
@@ -504,7 +519,6 @@ def _not_finite(params: Any, slots: list[int]) -> PolicyError:
 
 
 def _policy_failed(request: int, what: str, error: Exception) -> Reply:
-    text = f"{what}: {type(error).__name__}: {error}"
-    return Reply(
-        request, [], result=FragmentResult(0, -1, [], [], {}, None, (text, traceback.format_exc()), None, 0.0, 0.0)
-    )
+    failure = (f"{what}: {type(error).__name__}: {error}", traceback.format_exc())
+    nothing = Finals(None, None, [])
+    return Reply(request, [], result=FragmentResult(0, -1, nothing, [], {}, None, failure, None, 0.0, 0.0))

@@ -178,14 +178,21 @@ class DriftSamples(NamedTuple):
     params: Any  # [m, P] float32
 
 
+class Finals(NamedTuple):
+    """The true last observations of episodes that ended."""
+
+    t: Any  # [F]
+    columns: Any  # [F]
+    leaves: list[Any]  # [F, ...] each, in the order of the space's leaves
+
+
 class FragmentResult(NamedTuple):
     """What a fragment holds beside its arrays. Columns are counted within the worker."""
 
     num_steps: int
     """Fewer than asked for only where the policy failed."""
     version: int
-    finals: list[tuple[int, int, Any]]
-    """(t, column, observation) of episodes that ended."""
+    finals: Finals
     episodes: list[tuple[int, int, float, int, dict[str, Any]]]
     """(t, column, return, length, final info) of those that were collected from their start."""
     infos: dict[str, list[tuple[int, int, Any]]]

@@ -310,7 +310,10 @@ class Pool:
         replies = [self._called.pop(number) for number in requests.values()]
         for reply in replies:
             if reply.faults:
-                raise _env_error(reply.faults[0])
+                fault = reply.faults[0]
+                if fault.phase == "policy":
+                    raise PolicyError(f"{fault.error}\n{fault.traceback}", remote_traceback=fault.traceback)
+                raise _env_error(fault)
         return replies
 
     # -- collecting -------------------------------------------------------------------------------------------
