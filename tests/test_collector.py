@@ -321,6 +321,32 @@ def test_an_environment_that_fails_costs_its_own_column_from_there(tmp_path, wha
         assert again.episode_starts[0].tolist()[1]
 
 
+@pytest.mark.parametrize("wrong", ["shape", "nan", "reward"])
+def test_a_bad_last_row_costs_its_column_and_no_worker(wrong, tmp_path):
+    marker = tmp_path / "done"
+
+    class BadEnd(Ledger):
+        def step(self, action):
+            obs, reward, terminated, truncated, info = super().step(action)
+            if self.slot == 1 and self.episode == 1 and (terminated or truncated) and not marker.exists():
+                marker.touch()
+                obs = obs[:2] if wrong == "shape" else obs * np.nan if wrong == "nan" else obs
+                reward = "much" if wrong == "reward" else reward
+            return obs, reward, terminated, truncated, info
+
+    recovery = ce.Recovery(backoff_s=(0.01, 0.1))
+    thunks = [lambda i=i: BadEnd(i) for i in range(4)]
+    with ce.ClusterEnv(thunks, backend=ce.Local(workers=2), recovery=recovery) as envs:
+        collector = envs.collector(constant(), seed=1)
+        batch = collector.rollout(40)
+        end = Ledger.length(1, 0) + Ledger.length(1, 1) - 1
+        assert batch.valid[:, [0, 2, 3]].all()
+        assert batch.valid[:end, 1].all() and not batch.valid[end:, 1].any() and batch.truncations[end, 1]
+        assert np.isfinite(batch.final_obs).all() and np.isfinite(batch.obs).all()
+        assert [event.kind for event in envs.events() if event.kind in ("env_error", "worker_lost")] == ["env_error"]
+        assert collector.rollout(5).valid.all()
+
+
 def test_a_kill_from_outside_at_any_moment_splices_nothing(tmp_path):
     with troubled(tmp_path, None) as envs:
         collector = envs.collector(constant(), seed=1)

@@ -191,8 +191,10 @@ class FragmentLoop:
                 at[0] = slot
                 try:
                     obs, reward, terminated, truncated, info = step(action)
+                    reward = float(reward)
                     if terminated or truncated:
                         k = slot - first
+                        columns.check_shape(obs)
                         columns.terminations[t, k] = terminated
                         columns.truncations[t, k] = truncated
                         over.append((k, info))
@@ -239,12 +241,14 @@ class FragmentLoop:
         self._tail = [leaf[done].copy() for leaf in columns.obs]
         group.began = [group.clock - int(length) for length in lengths]
         group.ended = [False] * count
-        if group.check:
-            self._check(run, done)
+        leaves = group.buffers.layout.obs
+        finals = _pack_finals(run.finals, self._space, leaves)
+        if group.check and self._check(run, done, finals):
+            finals = _pack_finals(run.finals, self._space, leaves)
         result = FragmentResult(
             done,
             self._version,
-            _pack_finals(run.finals, self._space, group.buffers.layout.obs),
+            finals,
             run.episodes,
             run.infos,
             initial_state,
@@ -339,10 +343,17 @@ class FragmentLoop:
                 steps[k] = run.columns.frozen(t, k)
                 run.columns.write_row(t + 1, k, run.columns.row(t, k))
 
-    def _check(self, run: _Run, done: int) -> None:
-        """A column with a value that nobody should learn from is lost from there on."""
+    def _check(self, run: _Run, done: int, finals: Finals) -> bool:
+        """A column with a value that nobody should learn from is lost from there on; True where there was one."""
         columns = run.columns
-        for k, (t, text) in sorted(columns.find_bad(done).items()):
+        bad = columns.find_bad(done)
+        for values in finals.leaves:
+            if values.dtype.kind in "fc" and not np.isfinite(values).all():
+                wrong = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
+                for t, k in zip(finals.t[wrong].tolist(), finals.columns[wrong].tolist(), strict=True):
+                    if k not in run.failed and (k not in bad or bad[k][0] > t):
+                        bad[k] = (t, "the episode's last observation is not finite")
+        for k, (t, text) in sorted(bad.items()):
             if k not in run.failed:
                 run.faults.append(self._group.fault(self._group.slots[k], STEP, ValueError(text)))
             run.failed.add(k)
@@ -351,6 +362,7 @@ class FragmentLoop:
                 leaf[t + 1 :, k] = leaf[t, k]
             run.drop_after(t, k)
             run.finals.append((t, k, columns.row(t, k)))
+        return bool(bad)
 
 
 class _Picked:
@@ -447,6 +459,12 @@ class _Columns:
         except (AttributeError, TypeError, ValueError):
             return False
         return True
+
+    def check_shape(self, obs: Any) -> None:
+        """An episode's last observation is kept beside the rows; what does not fit the space is a fault here too."""
+        if self._only is None or obs.__class__ is not np.ndarray or obs.shape != self._only.shape[2:]:
+            for leaf, value in zip(self._leaves, flatten(self._space, obs), strict=True):
+                coerce(value, leaf, "observation")
 
     def write_row(self, t: int, k: int, obs: Any) -> None:
         for out, leaf, value in zip(self.obs, self._leaves, flatten(self._space, obs), strict=True):
