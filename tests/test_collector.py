@@ -243,6 +243,8 @@ def test_prefetch_acts_with_the_version_at_hand():
         collector.evaluate(episodes=3, seed=5)  # the fragment that is under way is not lost by it
         with pytest.raises(ce.UsageError, match="8 steps is under way"):
             collector.rollout(4)
+        with pytest.raises(ce.UsageError, match="another collector's fragment"):
+            envs.collector(ce.RandomPolicy()).rollout(8)
         with pytest.raises(ce.UsageError, match="prefetched fragment"):
             envs.step(np.zeros(4, dtype=np.int64))
         envs.reset(seed=1)

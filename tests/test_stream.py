@@ -246,3 +246,30 @@ def test_one_slow_worker_holds_nobody_up():
             if counts[0] == 3:
                 break
     assert counts[2] > 10 * counts[0] and counts[4] > 10 * counts[0]
+
+
+def test_a_worker_that_reads_its_weights_late_still_gets_those_it_was_told_of():
+    """While a slow worker has yet to load a version, the others' pulls must not write over it."""
+
+    class Slow(Ledger):
+        def step(self, action):
+            time.sleep(0.01)
+            return super().step(action)
+
+    thunks = [(lambda i=i: Slow(i)) if i < 2 else (lambda i=i: Ledger(i)) for i in range(6)]
+    policy = constant()
+    logits_of = {0: policy.values["logits"]}
+    with ce.ClusterEnv(thunks, backend=ce.Local(workers=3)) as envs:
+        collector = envs.collector(policy, seed=1)
+        slow = []
+        for i, batch in enumerate(collector.stream(5)):
+            version = int(batch.versions[0, 0])
+            own = torch.log_softmax(torch.from_numpy(logits_of[version]), 0).numpy()
+            assert np.allclose(batch.logprobs, own[batch.actions], atol=1e-6), "acted by the version that it names"
+            if batch.slots[0] == 0:
+                slow.append(version)
+            if len(slow) == 6:
+                break
+            policy.values = {"logits": np.array([0.0, 0.0, 0.01 * (i + 1)], dtype=np.float32)}
+            logits_of[collector.publish()] = policy.values["logits"]
+        assert collector.stats()["pulls"] > 20 and slow == sorted(slow)

@@ -7,6 +7,7 @@ is the pool's business.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -18,7 +19,7 @@ from gymnasium import Space
 from clusterenv.assembly import Part, put_together, size_of
 from clusterenv.batch import Evaluation, Receipt, Rollout, map_arrays
 from clusterenv.errors import PolicyError, UsageError
-from clusterenv.events import emit
+from clusterenv.events import Event, emit
 from clusterenv.policy import as_policy, codec
 from clusterenv.policy.families import Uniform
 from clusterenv.policy.publisher import REPLAY, Publisher
@@ -57,9 +58,6 @@ class Home(Protocol):
     @property
     def pool(self) -> Pool: ...
     def ready_to_collect(self, collector: Collector) -> None: ...
-    def event_counts(self) -> Mapping[str, int]: ...
-    def note_pull(self, version: int, reason: str) -> None: ...
-    def note_dropped(self, slots: list[int], reason: str) -> None: ...
 
 
 class Collector:
@@ -89,9 +87,9 @@ class Collector:
         emit(logging.INFO, f"policy recognised: {prepared.description}")
         try:
             recipe = cloudpickle.dumps(prepared.recipe)
-        except Exception as error:
+        except Exception as error:  # pickling runs user code (__reduce__), which may raise anything
             raise PolicyError(f"the policy cannot be pickled, so it cannot travel to the workers: {error!r}") from error
-        own_seed = int(np.random.SeedSequence().entropy) if seed is None else seed  # type: ignore[arg-type]
+        own_seed = secrets.randbits(128) if seed is None else seed
         self._attached = Attached(recipe, prepared.family, prepared.mask, own_seed, tuple(info_keys))
         self._sync: Rule = fit(Always() if sync is None else sync, prepared.family)
         self._publisher = Publisher(self._policy, recipe, prepared.family)
@@ -123,6 +121,8 @@ class Collector:
         self._envs.ready_to_collect(self)
         begin = time.perf_counter()
         desk = self._pool.desk
+        if desk.is_under_way and self._envs.attached is not self:
+            raise UsageError("another collector's fragment is under way: take it with its rollout(), or reset() first")
         if desk.is_under_way and desk.num_steps != num_steps:
             raise UsageError(
                 f"a fragment of {desk.num_steps} steps is under way (prefetch, or a call that timed out): "
@@ -191,7 +191,6 @@ class Collector:
                 later: list[Item] = []
                 while sum(len(self._pool.slots_of[item.worker]) for item in items) < min_envs:
                     self._offer()
-                    stream.feed(self._policy.knobs())
                     deadline = None if timeout_s is None else time.monotonic() + timeout_s
                     item = stream.wait(deadline, timeout_s, self._policy.knobs())
                     if self._is_too_old(item, max_staleness):
@@ -223,9 +222,9 @@ class Collector:
         if max_staleness is None or lag <= max_staleness:
             return False
         self._counts["dropped_fragments"] += 1
-        self._envs.note_dropped(
-            self._pool.slots_of[item.worker], f"{lag} versions behind, max_staleness={max_staleness}"
-        )
+        reason = f"{lag} versions behind, max_staleness={max_staleness}"
+        event = Event("dropped", reason, tuple(self._pool.slots_of[item.worker]), item.worker)
+        self._pool.events.add(event, level=logging.DEBUG)
         return True
 
     def hand_over(self) -> dict[str, Any]:
@@ -269,7 +268,9 @@ class Collector:
             self._counts["pulls"] += 1
             self._drift_at_pull = self._standing.drift
             self._counts["weight_bytes"] += len(publisher.data)
-            self._envs.note_pull(self._held, verdict.reason)
+            everyone = tuple(range(self._pool.num_envs))
+            event = Event("pull", f"version {self._held}: {verdict.reason}", everyone)
+            self._pool.events.add(event, level=logging.DEBUG)
             self._standing = Standing(self._held, self._held, 0.0, 0.0)
         publisher.keep({self._held})
 
@@ -406,7 +407,7 @@ class Collector:
             "steps_per_s": self._counts["steps"] / total if total else 0.0,
             "worker_steps_per_s": self._worker_steps / total if total else np.zeros(workers),
             "time_shares": {**shares, "waiting": _share(waiting.sum(), total * workers)},
-            "restarts": sum(self._envs.event_counts().get(kind, 0) for kind in ("worker_lost", "env_error")),
+            "restarts": sum(self._pool.events.counts.get(kind, 0) for kind in ("worker_lost", "env_error")),
             "policy": self._attached.family.name,
         }
 

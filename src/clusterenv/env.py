@@ -340,16 +340,6 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         if not self._was_reset:
             self.reset(seed=None if self._goes_on else collector.seed)
 
-    def note_pull(self, version: int, reason: str) -> None:
-        event = Event("pull", f"version {version}: {reason}", tuple(range(self.num_envs)))
-        self._events.add(event, level=logging.DEBUG)
-
-    def note_dropped(self, slots: list[int], reason: str) -> None:
-        self._events.add(Event("dropped", reason, tuple(slots)), level=logging.DEBUG)
-
-    def event_counts(self) -> Mapping[str, int]:
-        return self._events.counts
-
     # -- resuming ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

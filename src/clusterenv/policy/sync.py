@@ -147,6 +147,6 @@ def decide(rule: Rule, standing: Standing) -> Decision:
         return Decision(bound > rule.delta, f"{text} {'>' if bound > rule.delta else '<='} {rule.delta:.4g}")
     try:
         verdict = bool(rule(standing))
-    except Exception as error:
+    except Exception as error:  # the user's own code
         raise PolicyError(f"the sync rule {rule!r} raised on {standing}: {error!r}") from error
     return Decision(verdict, f"by {getattr(rule, '__name__', type(rule).__name__)}")

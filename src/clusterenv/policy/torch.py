@@ -140,7 +140,7 @@ class TorchPolicy:
                 name, params = from_distribution(given)
         except PolicyError:
             raise
-        except Exception as error:
+        except Exception as error:  # the user's own code
             raise PolicyError(f"dist failed on a batch of {PAD} observations: {error!r}") from error
         family = family_for(name, action_space)
         _check_params(params, family, "dist")
@@ -297,7 +297,7 @@ def _run(forward: Forward, module: Any, obs: Any, state: Any = None) -> Any:
             if state is not None:
                 return pack(forward(module, obs, state, torch.ones(PAD))[0])
             return pack(forward(module, obs))
-    except Exception as error:
+    except Exception as error:  # the user's own code
         raise PolicyError(f"the module failed on a batch of {PAD} observations: {error!r}") from error
 
 
@@ -320,7 +320,7 @@ def _check_state(leaf: Any) -> None:
 def _snapshot(module: Any) -> Any:
     try:
         clone = copy.deepcopy(module).cpu().eval()
-    except Exception as error:
+    except Exception as error:  # copying runs user code too
         raise PolicyError(f"the module cannot be copied, so it cannot travel: {error!r}") from error
     for parameter in clone.parameters():
         parameter.requires_grad_(False)

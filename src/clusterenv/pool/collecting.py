@@ -25,6 +25,7 @@ from clusterenv.pool.messages import (
     RunFragment,
     SetPolicy,
 )
+from clusterenv.pool.shelf import Shelf
 from clusterenv.pool.streaming import FragmentStream
 
 __all__ = ["Attached", "FragmentDesk", "Host", "of_slots"]
@@ -59,7 +60,7 @@ class Host(Protocol):
     def incarnations(self, slots: list[int]) -> list[int]: ...
     def collected(self, slots: list[int], stepped: Any) -> None: ...
     def allocate_arena(self, size: int) -> Any: ...
-    def put_weights(self, data: bytes, version: int) -> int: ...
+    def put_weights(self, data: bytes, offset: int) -> None: ...
 
 
 class FragmentDesk:
@@ -70,9 +71,10 @@ class FragmentDesk:
         self._arena: Arena | None = None
         self._arena_epoch = 0
         self._weights = (-1, 0, 0)  # version, offset, size
+        self._shelf = Shelf()
         self._known: dict[int, tuple[int, int, int]] = {}  # worker → epochs of policy and arena, version
         self._waiting: set[int] = set()  # workers whose fragment is not begun
-        self._running: dict[int, float] = {}  # since when
+        self._running: set[int] = set()
         self._stale: set[int] = set()  # running, but nobody wants the result any more
         self._done: dict[int, FragmentResult | None] = {}
         self._started = False
@@ -94,7 +96,17 @@ class FragmentDesk:
 
     def offer(self, version: int, data: bytes) -> None:
         """Weights of a new version; workers load them before their next fragment."""
-        self._weights = (version, self._host.put_weights(data, version), len(data))
+        self._weights = (version, self._put(data, None), len(data))
+
+    def _put(self, data: bytes, keep: int | None) -> int:
+        offset = self._shelf.place(len(data), keep)
+        self._host.put_weights(data, offset)
+        return offset
+
+    def _load(self, worker: int, version: int, offset: int, size: int) -> None:
+        request = LoadWeights(self._host.number(), version, offset, size)
+        self._shelf.reads(worker, request.request, offset)
+        self._host.post(worker, "policy", self._host.slots_of[worker], request)
 
     @property
     def is_busy(self) -> bool:
@@ -112,8 +124,7 @@ class FragmentDesk:
     def start(self, num_steps: int, knobs: dict[str, Any]) -> None:
         """Every worker begins a fragment as soon as it can."""
         assert self._policy is not None
-        while self._stale & self._running.keys():  # of an earlier call that failed
-            self._host.turn(None)
+        self._settle_down()
         self._stale.clear()
         self._prepare_arena(num_steps)
         self._side = 1 - self._side
@@ -130,13 +141,11 @@ class FragmentDesk:
             while self.is_busy:
                 self._begin_ready()
                 if deadline is not None and time.monotonic() >= deadline:
-                    late = sorted(self._waiting | self._running.keys())
+                    late = sorted(self._waiting | self._running)
                     raise DeadlineError(
                         f"workers {late} have no whole fragment within {timeout_s} s. Nothing is lost: call again"
                     )
-                self._host.turn(deadline)
-                if self._error is not None:
-                    raise self._error
+                self.turn(deadline)
         except DeadlineError:
             raise
         except BaseException:
@@ -149,25 +158,32 @@ class FragmentDesk:
     # -- streaming --------------------------------------------------------------------------------------------
 
     def open_stream(self, num_steps: int, queue: int) -> FragmentStream:
-        while self._running:  # of an earlier call that was given up
-            self._host.turn(None)
+        self._settle_down()
         self._prepare_arena(num_steps, max(queue, 2))
         self._stream = FragmentStream(self, num_steps, queue, len(self._host.slots_of))
         return self._stream
 
     def close_stream(self) -> int:
         """Returns how many fragments were dropped."""
-        stream = self._stream
-        if stream is None:
+        if self._stream is None:
             return 0
+        dropped = self._stream.stop()
+        self._stream = None
+        return dropped
+
+    def _settle_down(self) -> None:
+        """Wait for what an earlier call left running: a fragment, or a stream whose end was interrupted."""
+        self.close_stream()
         try:
-            return stream.stop()
-        finally:
-            self._stream = None
+            while self._running:
+                self.turn(None)
+        except PolicyError:
+            self.abandon()
+            raise
 
     @property
     def is_streaming(self) -> bool:
-        return self._stream is not None
+        return self._stream is not None and self._stream.is_open
 
     def side(self, index: int) -> Side:
         assert self._arena is not None
@@ -178,8 +194,8 @@ class FragmentDesk:
 
     def turn(self, deadline: float | None) -> None:
         self._host.turn(deadline)
-        if self._error is not None:
-            error, self._error = self._error, None
+        error = self.policy_error()
+        if error is not None:
             raise error
 
     def evaluate(
@@ -188,17 +204,15 @@ class FragmentDesk:
         """Play episodes with the policy that is attached: its newest weights, or `other` weights of the same shape."""
         host = self._host
         workers = range(len(host.slots_of))
-        while self._running:  # a prefetched fragment: it is kept, and taken by the next rollout
-            host.turn(None)
+        self._settle_down()  # a prefetched fragment is kept, and taken by the next rollout
         while not all(host.bring_back(worker) for worker in workers):
             host.turn(None)
         for worker in workers:
             self._tell_policy(worker)
         if other is not None:
-            offset = host.put_weights(other, self._weights[0] + 1)
+            offset = self._put(other, keep=self._weights[1])
             for worker in workers:
-                load = LoadWeights(host.number(), -1, offset, len(other))
-                host.post(worker, "policy", host.slots_of[worker], load)
+                self._load(worker, -1, offset, len(other))
                 self._known[worker] = (self._epoch, self._known[worker][1], -2)
         requests = {}
         for worker in workers:
@@ -228,7 +242,7 @@ class FragmentDesk:
     def abandon(self) -> None:
         """Give up what is under way: it runs to its end, and is dropped."""
         self._started = False
-        self._stale |= self._running.keys()
+        self._stale |= self._running
         self._waiting.clear()
 
     def close(self) -> None:
@@ -238,6 +252,7 @@ class FragmentDesk:
 
     def took(self, worker: int, kind: str, reply: Reply) -> None:
         result: FragmentResult | None = reply.result
+        self._shelf.has_read(reply.request)
         if result is not None and result.policy_error is not None and worker not in self._stale:
             what, text = result.policy_error
             self._error = PolicyError(f"{what} (worker {worker})\n{text}", remote_traceback=text)
@@ -248,7 +263,7 @@ class FragmentDesk:
         if self._stream is not None:
             side = self._stream.took(worker, result)
         else:
-            self._running.pop(worker)
+            self._running.discard(worker)
         self._keep_last_obs(worker, result.num_steps, self._arena.sides[side])
         if result.num_steps:
             self._host.collected(self._host.slots_of[worker], self._arena.sides[side].valid[0])
@@ -262,11 +277,13 @@ class FragmentDesk:
     def lost(self, worker: int) -> None:
         """The worker died; its replacement knows nothing."""
         self._known.pop(worker, None)
+        self._shelf.forget(worker)
         if self._stream is not None:
             self._stream.lost(worker)
             return
-        if self._running.pop(worker, None) is None:
+        if worker not in self._running:
             return
+        self._running.discard(worker)
         if worker in self._stale:
             self._stale.discard(worker)
         elif self.on_loss == "mask":
@@ -307,12 +324,12 @@ class FragmentDesk:
             version = -2
         newest, offset, size = self._weights
         if version != newest:
-            host.post(worker, "policy", slots, LoadWeights(host.number(), newest, offset, size))
+            self._load(worker, newest, offset, size)
         self._known[worker] = (self._epoch, arena_epoch, newest)
 
     def _send(self, worker: int) -> None:
         self.send(worker, self._num_steps, self._side, self._knobs)
-        self._running[worker] = time.monotonic()
+        self._running.add(worker)
 
     def send(self, worker: int, num_steps: int, side: int, all_knobs: dict[str, Any]) -> list[int]:
         """One fragment, after whatever the worker has to be told first; returns its slots' incarnations."""

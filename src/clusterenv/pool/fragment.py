@@ -68,7 +68,7 @@ class FragmentLoop:
         try:
             self._actor = pickle.loads(request.recipe).build()
             self._state = self._actor.initial_state(-(-len(self._group.slots) // PAD) * PAD)
-        except Exception as error:
+        except Exception as error:  # the user's policy: told to the head, which raises it by name
             return _policy_failed(request.request, "the policy could not be built on a worker", error)
         self._family: Family = request.family
         self._mask = request.mask
@@ -82,7 +82,7 @@ class FragmentLoop:
         assert self._actor is not None
         try:
             self._actor.load(decode(memory[request.offset : request.offset + request.size]))
-        except Exception as error:
+        except Exception as error:  # as above
             return _policy_failed(request.request, "the weights could not be loaded on a worker", error)
         self._version = request.version
         return Reply(request.request, [])
@@ -92,7 +92,7 @@ class FragmentLoop:
         assert request.act is not None
         try:
             acted = self._act(request.slots, request.act)
-        except Exception as error:
+        except Exception as error:  # as above
             return _policy_failed(request.request, "the policy failed on a worker", error)
         return self._group.step(request, flush)._replace(result=acted)
 
@@ -174,7 +174,7 @@ class FragmentLoop:
                 total = float(np.add.reduce(params, axis=None))
                 if total - total != 0.0:  # NaN or infinite: never let such an action reach an environment
                     raise _not_finite(params, slots)
-            except Exception as error:
+            except Exception as error:  # as above
                 policy_error = (f"{type(error).__name__}: {error}", traceback.format_exc())
                 break
             if t == picked.next_t:

@@ -60,9 +60,9 @@ class InlineCrew:
         self._memory.arena = mmap.mmap(-1, size)
         return self._memory.arena
 
-    def put_weights(self, data: bytes, version: int) -> int:
-        self._memory.weight_bytes = data
-        return 0
+    def put_weights(self, data: bytes, offset: int) -> None:
+        held = self._memory.weight_bytes
+        self._memory.weight_bytes = held[:offset].ljust(offset, b"\0") + data + held[offset + len(data) :]
 
     def ring(self, request: int) -> None:
         self.send(0, request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,8 +15,7 @@ __all__ = ["Lives"]
 
 class Lives:
     def __init__(self, num_envs: int) -> None:
-        entropy = int(np.random.SeedSequence().entropy)  # type: ignore[arg-type]
-        self._bases: list[int] = [entropy] * num_envs
+        self._bases: list[int] = [secrets.randbits(128)] * num_envs
         self.incarnations = [0] * num_envs
         self.stickies: list[list[Sticky]] = [[] for _ in range(num_envs)]
 

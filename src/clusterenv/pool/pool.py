@@ -565,8 +565,8 @@ class Pool:
     def allocate_arena(self, size: int) -> Any:
         return self._crew.allocate_arena(size)
 
-    def put_weights(self, data: bytes, version: int) -> int:
-        return self._crew.put_weights(data, version)
+    def put_weights(self, data: bytes, offset: int) -> None:
+        self._crew.put_weights(data, offset)
 
     def incarnations(self, slots: list[int]) -> list[int]:
         return [self._lives.incarnations[slot] for slot in slots]

@@ -97,7 +97,6 @@ class ProcessCrew:
         os.ftruncate(self._shared.progress, PROGRESS_BYTES * workers)
         self._progress_map = mmap.mmap(self._shared.progress, 0)
         self._fragments: mmap.mmap | None = None
-        self._weights_room = 0
         self._progress = memoryview(self._progress_map).cast("i")
 
     # -- starting ---------------------------------------------------------------------------------------------
@@ -177,14 +176,12 @@ class ProcessCrew:
         self._fragments = mmap.mmap(self._shared.fragments, 0)
         return self._fragments
 
-    def put_weights(self, data: bytes, version: int) -> int:
-        """Write weights where workers can read them, beside the last ones; returns their offset."""
-        if len(data) > self._weights_room:
-            self._weights_room = len(data)
-            os.ftruncate(self._shared.weights, 2 * len(data))
-        offset = (version % 2) * self._weights_room
-        os.pwrite(self._shared.weights, data, offset)
-        return offset
+    def put_weights(self, data: bytes, offset: int) -> None:
+        """Write weights where workers can read them; the file grows as needed."""
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self._shared.weights, view, offset)
+            view, offset = view[written:], offset + written
 
     # -- messages ---------------------------------------------------------------------------------------------
 
