@@ -141,7 +141,7 @@ def test_recurrent_policies_are_replayed():
         collector = envs.collector(policy, seed=1, sync=ce.APS(threshold=1e9))
         for steps in (5, 40, 40):
             collector.rollout(steps)
-        publisher = collector._publisher
+        publisher = collector._exchange.publisher
         with torch.no_grad():
             module.head.bias.add_(1e-7)
         collector.rollout(40)

@@ -21,13 +21,22 @@ _NONE = np.zeros(0, dtype=np.int64)
 class Part(NamedTuple):
     """One worker's columns."""
 
+    node: int
     worker: int
+    """Its number among the workers of all nodes."""
     slots: list[int]
     side: Side
     result: FragmentResult | None
     """None: lost, and not run again; its columns are flagged invalid."""
     incarnations: list[int]
     sequence: int
+    first: int = 0
+    """Slot of the side's first column."""
+
+    @property
+    def columns(self) -> slice:
+        """Where its slots lie on the side."""
+        return slice(self.slots[0] - self.first, self.slots[-1] + 1 - self.first)
 
 
 def put_together(
@@ -45,9 +54,10 @@ def put_together(
 
     def take(pick: Callable[[Side], Any], rows: Any = steps) -> Any:
         if whole:
-            view = pick(parts[0].side)[rows, slots[0] : slots[0] + n]
+            start = parts[0].columns.start
+            view = pick(parts[0].side)[rows, start : start + n]
             return np.array(view) if copy else view
-        pieces = [pick(part.side)[rows, part.slots[0] : part.slots[-1] + 1] for part in parts]
+        pieces = [pick(part.side)[rows, part.columns] for part in parts]
         return np.concatenate(pieces, axis=1)
 
     versions = np.full((num_steps, n), -1, dtype=np.int64)
@@ -105,7 +115,7 @@ def _leaf(i: int, side: Side) -> Any:
 
 
 def _blank(part: Part, steps: slice) -> None:
-    side, rows = part.side, slice(part.slots[0], part.slots[-1] + 1)
+    side, rows = part.side, part.columns
     side.valid[steps, rows] = False
     for flags in (side.terminations, side.truncations, side.starts):
         flags[steps, rows] = False
@@ -155,9 +165,13 @@ def _join_states(parts: list[Part]) -> Any:
     return map_arrays(lambda *leaves: np.concatenate(leaves), *states)
 
 
-def size_of(batch: Rollout) -> int:
-    """Bytes of what would travel."""
-    sizes: list[int] = []
-    for part in (batch.obs, batch.actions, batch.rewards, batch.logprobs, batch.final_obs, batch.last_obs):
-        map_arrays(lambda values: sizes.append(int(values.nbytes)), part)
-    return sum(sizes) + 4 * int(batch.valid.nbytes)
+def size_of(part: Part, num_steps: int) -> int:
+    """Bytes of a whole fragment, as it would travel: its rows, the observation after them, and the final ones."""
+    if part.result is None:
+        return 0
+    side, steps, columns = part.side, slice(0, num_steps), part.columns
+    rows = [side.actions, side.rewards, side.logprobs, side.masks]
+    rows += [side.terminations, side.truncations, side.starts, side.valid]
+    total = sum(values[steps, columns].nbytes for values in rows)
+    total += sum(values[: num_steps + 1, columns].nbytes for values in side.obs)
+    return int(total + sum(values.nbytes for values in part.result.finals.leaves))

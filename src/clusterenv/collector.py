@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import cloudpickle
 import numpy as np
@@ -21,28 +21,18 @@ from clusterenv.batch import Evaluation, Receipt, Rollout, map_arrays
 from clusterenv.errors import PolicyError, UsageError
 from clusterenv.events import Event, emit
 from clusterenv.policy import as_policy, codec
+from clusterenv.policy.exchange import Exchange
 from clusterenv.policy.families import Uniform
-from clusterenv.policy.publisher import REPLAY, Publisher
-from clusterenv.policy.sync import Always, Rule, Standing, decide, fit, wants_drift
+from clusterenv.policy.publisher import REPLAY
+from clusterenv.policy.sync import Always, Rule
 from clusterenv.pool import Pool
 from clusterenv.pool.arena import Side
 from clusterenv.pool.collecting import Attached
-from clusterenv.pool.messages import FragmentResult
-from clusterenv.pool.streaming import Item
+from clusterenv.pool.messages import Episode, FragmentResult
+from clusterenv.pool.streaming import FragmentStream, Item
+from clusterenv.tally import Tally
 
 __all__ = ["Collector", "Home"]
-
-_COUNTED = (
-    "rollouts",
-    "steps",
-    "episodes",
-    "invalid_rows",
-    "pulls",
-    "weight_bytes",
-    "fragment_bytes",
-    "drift_bytes",
-    "dropped_fragments",
-)
 
 _SAMPLE_EVERY = 64
 """One state in so many is sampled for drift: well under 1 % of a fragment's bytes."""
@@ -56,8 +46,20 @@ class Home(Protocol):
     single_action_space: Space[Any]
 
     @property
-    def pool(self) -> Pool: ...
+    def members(self) -> Sequence[Pool]: ...
     def ready_to_collect(self, collector: Collector) -> None: ...
+    def next_member(self, streams: Sequence[FragmentStream]) -> int:
+        """Whose fragment a stream waits for next."""
+        ...
+
+
+class _Node(NamedTuple):
+    """A member, and where it stands among all."""
+
+    at: int
+    pool: Pool
+    first_slot: int
+    first_worker: int
 
 
 class Collector:
@@ -77,7 +79,8 @@ class Collector:
         if on_loss not in ("rerun", "mask"):
             raise UsageError(f'collector(on_loss={on_loss!r}): choose "rerun" or "mask"')
         self._envs = envs
-        self._pool = envs.pool
+        self._nodes = _numbered(envs.members)
+        self._num_envs = sum(pool.num_envs for pool in envs.members)
         self.seed = seed
         self._on_loss: Literal["rerun", "mask"] = on_loss
         self._prefetch = prefetch
@@ -91,19 +94,12 @@ class Collector:
             raise PolicyError(f"the policy cannot be pickled, so it cannot travel to the workers: {error!r}") from error
         own_seed = secrets.randbits(128) if seed is None else seed
         self._attached = Attached(recipe, prepared.family, prepared.mask, own_seed, tuple(info_keys))
-        self._sync: Rule = fit(Always() if sync is None else sync, prepared.family)
-        self._publisher = Publisher(self._policy, recipe, prepared.family)
+        rule = Always() if sync is None else sync
+        self._exchange = Exchange(self._policy, recipe, prepared.family, rule, len(self._nodes))
         self._is_recurrent = prepared.is_recurrent
-        self._held = -1  # the version that the workers have
-        self._standing = Standing(-1, -1, None, None)
-        self._drift_at_pull: float | None = None
-        self._counts = dict.fromkeys(_COUNTED, 0)
-        workers = len(self._pool.slots_of)
-        self._worker_s = {"environment": np.zeros(workers), "policy": np.zeros(workers)}
-        self._worker_steps = np.zeros(workers, dtype=np.int64)
+        workers = sum(len(node.pool.slots_of) for node in self._nodes)
+        self._tally = Tally(workers)
         self._sequence = np.zeros(workers, dtype=np.int64)
-        self._collecting_s = 0.0
-        self._recent: list[tuple[float, int]] = []  # returns and lengths of the last episodes
 
     # -- collecting -------------------------------------------------------------------------------------------
 
@@ -120,7 +116,7 @@ class Collector:
             raise UsageError(f"rollout(num_steps={num_steps}): expected 1 or more")
         self._envs.ready_to_collect(self)
         begin = time.perf_counter()
-        desk = self._pool.desk
+        desk = self._nodes[0].pool.desk  # what is under way is so on all
         if desk.is_under_way and self._envs.attached is not self:
             raise UsageError("another collector's fragment is under way: take it with its rollout(), or reset() first")
         if desk.is_under_way and desk.num_steps != num_steps:
@@ -132,16 +128,18 @@ class Collector:
             self.publish()
             self._start(num_steps)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        side, results = desk.take(deadline, timeout_s)
-        parts = [
-            self._part(worker, side, results.get(worker), self._pool.incarnations(slots))
-            for worker, slots in enumerate(self._pool.slots_of)
-        ]
+        for node in self._nodes:
+            node.pool.desk.wait(deadline, timeout_s)
+        parts = []
+        for node in self._nodes:
+            side, results = node.pool.desk.take()
+            for worker, slots in enumerate(node.pool.slots_of):
+                parts.append(self._part(node, worker, side, results.get(worker), node.pool.incarnations(slots)))
         batch = self._batch(parts, num_steps, copy)
         if self._prefetch:
             self.publish()
             self._start(num_steps)
-        self._collecting_s += time.perf_counter() - begin
+        self._tally.collecting_s += time.perf_counter() - begin
         return batch
 
     def stream(
@@ -166,8 +164,8 @@ class Collector:
         """
         if num_steps < 1 or queue < 1:
             raise UsageError(f"stream(num_steps={num_steps}, queue={queue}): expected 1 or more")
-        if min_envs is not None and not 1 <= min_envs <= self._pool.num_envs:
-            raise UsageError(f"stream(min_envs={min_envs}): expected 1 to {self._pool.num_envs}")
+        if min_envs is not None and not 1 <= min_envs <= self._num_envs:
+            raise UsageError(f"stream(min_envs={min_envs}): expected 1 to {self._num_envs}")
         if max_staleness is not None and max_staleness < 0:
             raise UsageError(f"stream(max_staleness={max_staleness}): expected 0 or more")
         return self._stream(num_steps, min_envs or 1, max_staleness, queue, timeout_s)
@@ -176,61 +174,71 @@ class Collector:
         self, num_steps: int, min_envs: int, max_staleness: int | None, queue: int, timeout_s: float | None
     ) -> Generator[Rollout, None, None]:
         self._envs.ready_to_collect(self)
-        desk = self._pool.desk
-        if desk.is_under_way:
+        if self._nodes[0].pool.desk.is_under_way:
             raise UsageError("stream() while a prefetched fragment is under way: take it with rollout() first")
-        if self._publisher.version < 0:
+        if self._exchange.publisher.version < 0:
             self.publish()
-        self._offer()
+        self._offer_all()
         self._set_up_samples()
-        stream = desk.open_stream(num_steps, queue)
+        streams = [node.pool.desk.open_stream(num_steps, queue) for node in self._nodes]
         begin = time.perf_counter()
         try:
             while True:
-                items: list[Item] = []
-                later: list[Item] = []
-                while sum(len(self._pool.slots_of[item.worker]) for item in items) < min_envs:
-                    self._offer()
+                taken: dict[int, tuple[_Node, Item]] = {}  # worker of all → its fragment: one per slot in a batch
+                later: list[tuple[_Node, Item]] = []
+                envs = 0
+                while envs < min_envs:
+                    self._feed(streams)
+                    node = self._nodes[self._envs.next_member(streams)]
                     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-                    item = stream.wait(deadline, timeout_s, self._policy.knobs())
-                    if self._is_too_old(item, max_staleness):
-                        stream.release(item)
+                    item = streams[node.at].wait(deadline, timeout_s, self._knobs(node))
+                    if self._is_too_old(node, item, max_staleness):
+                        streams[node.at].release(item)
                         continue
-                    if any(other.worker == item.worker for other in items):
-                        later.append(item)  # one fragment per slot in a batch
+                    worker = node.first_worker + item.worker
+                    if worker in taken:
+                        later.append((node, item))
                     else:
-                        items.append(item)
-                for item in reversed(later):
-                    stream.put_back(item)
-                items.sort(key=lambda item: item.worker)
+                        taken[worker] = node, item
+                        envs += len(node.pool.slots_of[item.worker])
+                for node, item in reversed(later):
+                    streams[node.at].put_back(item)
                 parts = [
-                    self._part(item.worker, desk.side(item.side), item.result, item.incarnations) for item in items
+                    self._part(node, item.worker, node.pool.desk.side(item.side), item.result, item.incarnations)
+                    for _, (node, item) in sorted(taken.items(), key=lambda entry: entry[0])
                 ]
                 batch = self._batch(parts, num_steps, True)
-                for item in items:
-                    stream.release(item)
-                self._offer()
-                stream.feed(self._policy.knobs())  # before the learner works, not after
-                self._collecting_s += time.perf_counter() - begin
+                for node, item in taken.values():
+                    streams[node.at].release(item)
+                self._feed(streams)  # before the learner works, not after
+                self._tally.collecting_s += time.perf_counter() - begin
                 yield batch
                 begin = time.perf_counter()
         finally:
-            self._counts["dropped_fragments"] += desk.close_stream()
+            self._tally.counts["dropped_fragments"] += sum(node.pool.desk.close_stream() for node in self._nodes)
 
-    def _is_too_old(self, item: Item, max_staleness: int | None) -> bool:
-        lag = self._publisher.version - item.result.version
+    def _feed(self, streams: Sequence[FragmentStream]) -> None:
+        """Whoever has a free place gets something to do, and before that the weights that its rule asks for."""
+        for node, stream in zip(self._nodes, streams, strict=True):
+            if stream.has_room:
+                self._offer(node)
+                stream.feed(self._knobs(node))
+
+    def _is_too_old(self, node: _Node, item: Item, max_staleness: int | None) -> bool:
+        lag = self._exchange.publisher.version - item.result.version
         if max_staleness is None or lag <= max_staleness:
             return False
-        self._counts["dropped_fragments"] += 1
+        self._tally.counts["dropped_fragments"] += 1
         reason = f"{lag} versions behind, max_staleness={max_staleness}"
-        event = Event("dropped", reason, tuple(self._pool.slots_of[item.worker]), item.worker)
-        self._pool.events.add(event, level=logging.DEBUG)
+        slots = tuple(self._slots(node, item.worker))
+        event = Event("dropped", reason, slots, node.first_worker + item.worker)
+        node.pool.events.add(event, level=logging.DEBUG)
         return True
 
     def hand_over(self) -> dict[str, Any]:
         """The agent as it is now is what the workers have; returns its knobs."""
         self.publish()
-        self._offer()
+        self._offer_all()
         return self._policy.knobs()
 
     def publish(self) -> int:
@@ -238,89 +246,78 @@ class Collector:
 
         Cheap: call it after each gradient step if you like. Nothing travels before the rule says so.
         """
-        return self._publisher.publish()
+        return self._exchange.publisher.publish()
 
     def _start(self, num_steps: int) -> None:
-        self._offer()
-        desk = self._pool.desk
-        desk.on_loss = self._on_loss
+        self._offer_all()
         self._set_up_samples()
-        desk.start(num_steps, self._policy.knobs())
+        for node in self._nodes:
+            node.pool.desk.on_loss = self._on_loss
+            node.pool.desk.start(num_steps, self._knobs(node))
 
     def _set_up_samples(self) -> None:
-        desk = self._pool.desk
-        desk.sample_every = _SAMPLE_EVERY if wants_drift(self._sync) else 0
-        desk.sample_within = REPLAY if self._is_recurrent else None
+        for node in self._nodes:
+            node.pool.desk.sample_every = _SAMPLE_EVERY if self._exchange.measures_drift else 0
+            node.pool.desk.sample_within = REPLAY if self._is_recurrent else None
 
-    def _offer(self) -> None:
-        """The pool's workers are to have this policy, in the newest version or in one that the rule puts up with."""
-        desk, publisher = self._pool.desk, self._publisher
+    def _knobs(self, node: _Node) -> dict[str, Any]:
+        """What the policy is told with a request: numbers for all slots, or those of this node's own."""
+        mine = slice(node.first_slot, node.first_slot + node.pool.num_envs)
+        return {name: value[mine] if np.ndim(value) else value for name, value in self._policy.knobs().items()}
+
+    def _offer_all(self) -> None:
+        for node in self._nodes:
+            self._offer(node)
+
+    def _offer(self, node: _Node) -> None:
+        """The node's workers are to have this policy, in the newest version or in one that the rule puts up with."""
         if self._envs.attached is not self:
             self._envs.attached = self
-            desk.attach(self._attached)
-            self._held = -1
-        self._standing = self._stand()
-        verdict = decide(self._sync, self._standing)
+            self._exchange.forget()
+            for other in self._nodes:
+                other.pool.desk.attach(self._attached._replace(first_slot=other.first_slot))
+        verdict = self._exchange.consider(node.at)
         if verdict.pull:
-            publisher.snapshot()
-            self._held = publisher.version
-            desk.offer(self._held, publisher.data)
-            self._counts["pulls"] += 1
-            self._drift_at_pull = self._standing.drift
-            self._counts["weight_bytes"] += len(publisher.data)
-            everyone = tuple(range(self._pool.num_envs))
-            event = Event("pull", f"version {self._held}: {verdict.reason}", everyone)
-            self._pool.events.add(event, level=logging.DEBUG)
-            self._standing = Standing(self._held, self._held, 0.0, 0.0)
-        publisher.keep({self._held})
-
-    def _stand(self) -> Standing:
-        """How the version that the workers have stands to the newest."""
-        publisher = self._publisher
-        drift = None
-        if self._held >= 0 and wants_drift(self._sync) and publisher.snapshot() != self._held:
-            drift = publisher.drift(self._held, self._policy.knobs())
-        if drift is None:
-            return Standing(self._held, publisher.snapshot() if self._held >= 0 else publisher.version, None, None)
-        return Standing(self._held, publisher.version, drift.mean, drift.se)
+            version, data = self._exchange.pull(node.at)
+            node.pool.desk.offer(version, data)
+            slots = tuple(range(node.first_slot, node.first_slot + node.pool.num_envs))
+            event = Event("pull", f"version {version}: {verdict.reason}", slots)
+            node.pool.events.add(event, level=logging.DEBUG)
 
     def _batch(self, parts: list[Part], num_steps: int, copy: bool) -> Rollout:
         """Put fragments together, and take note of what they tell."""
-        counts, receipts = self._counts, []
+        receipts = []
         for part in parts:
             result = part.result
             if result is None:
                 continue
-            known = self._standing.version == result.version
-            stand = self._standing if known else Standing(result.version, -1, None, None)
-            lag = self._publisher.version - result.version
+            stand = self._exchange.delivered(part.node, result.version)
             slots = tuple(part.slots)
-            receipts.append(Receipt(part.worker, slots, result.version, lag, stand.drift, stand.drift_se))
-            self._worker_s["environment"][part.worker] += result.env_s
-            self._worker_s["policy"][part.worker] += result.policy_s
-            self._worker_steps[part.worker] += num_steps * len(slots)
-        space, leaves = self._envs.single_observation_space, self._pool.layout.obs
+            receipts.append(Receipt(part.worker, slots, result.version, stand.lag, stand.drift, stand.drift_se))
+            self._tally.fragment(part.worker, num_steps * len(slots), result.env_s, result.policy_s)
+            self._exchange.holdings[part.node].fragment_bytes += size_of(part, num_steps)
+        space, leaves = self._envs.single_observation_space, self._nodes[0].pool.layout.obs
         batch = put_together(parts, num_steps, space, leaves, tuple(receipts), copy)
         first = 0
         for part in parts:
             if part.result is not None and part.result.samples is not None:
-                self._note_drift(batch, first, part.result)
+                self._note_drift(batch, first, part.node, part.result)
             first += len(part.slots)
-        counts["rollouts"] += 1
-        counts["fragment_bytes"] += size_of(batch)
-        counts["steps"] += int(np.count_nonzero(batch.valid))
-        counts["episodes"] += len(batch.episodes)
-        counts["invalid_rows"] += int(batch.valid.size - np.count_nonzero(batch.valid))
-        pairs = zip(batch.episodes.returns.tolist(), batch.episodes.lengths.tolist(), strict=True)
-        self._recent = [*self._recent, *pairs][-100:]
+        self._tally.batch(batch)
         return batch
 
-    def _part(self, worker: int, side: Side, result: FragmentResult | None, incarnations: list[int]) -> Part:
-        self._sequence[worker] += 1
-        slots = self._pool.slots_of[worker]
-        return Part(worker, slots, side, result, incarnations, int(self._sequence[worker]) - 1)
+    def _slots(self, node: _Node, worker: int) -> list[int]:
+        return [node.first_slot + slot for slot in node.pool.slots_of[worker]]
 
-    def _note_drift(self, batch: Rollout, first: int, result: FragmentResult) -> None:
+    def _part(
+        self, node: _Node, worker: int, side: Side, result: FragmentResult | None, incarnations: list[int]
+    ) -> Part:
+        number = node.first_worker + worker
+        self._sequence[number] += 1
+        slots, sequence = self._slots(node, worker), int(self._sequence[number]) - 1
+        return Part(node.at, number, slots, side, result, incarnations, sequence, node.first_slot)
+
+    def _note_drift(self, batch: Rollout, first: int, node: int, result: FragmentResult) -> None:
         samples = result.samples
         assert samples is not None
         when, who = samples.t, samples.columns + first
@@ -337,8 +334,8 @@ class Collector:
             rows["obs"] = map_arrays(lambda values: values[when, who], batch.obs)
         if batch.action_masks is not None:
             rows["mask"] = batch.action_masks[when, who]
-        self._publisher.note(result.version, rows, params)
-        self._counts["drift_bytes"] += params.nbytes + samples.t.size * 4
+        self._exchange.publisher.note(result.version, rows, params)
+        self._exchange.holdings[node].drift_bytes += params.nbytes + samples.t.size * 4
 
     # -- evaluating -------------------------------------------------------------------------------------------
 
@@ -356,7 +353,6 @@ class Collector:
         if episodes < 1 or not 0 <= record <= episodes:
             raise UsageError(f"evaluate(episodes={episodes}, record={record}): expected episodes >= record >= 0")
         self._envs.ready_to_collect(self)
-        desk = self._pool.desk
         if deterministic and isinstance(self._attached.family, Uniform):
             raise PolicyError("a random policy has no greedy action: evaluate(deterministic=False)")
         other, policy = None, self._policy
@@ -365,10 +361,17 @@ class Collector:
             policy.prepare(self._envs.single_observation_space, self._envs.single_action_space)
             other = codec.encode(policy.weights())
         self.publish()
-        self._offer()
-        if other is None and self._publisher.snapshot() != self._held:  # the rule puts up with older weights: not here
-            other = self._publisher.data
-        played = desk.evaluate(episodes, seed, deterministic, record, policy.knobs(), other)
+        self._offer_all()
+        newest = self._exchange.publisher.snapshot()
+        played: list[Episode] = []
+        for node in self._nodes:
+            mine = list(range(episodes))[node.at :: len(self._nodes)]
+            weights = other
+            if weights is None and self._exchange.holdings[node.at].version != newest:
+                weights = self._exchange.publisher.data  # the rule puts up with older ones: not here
+            if mine:
+                played += node.pool.desk.evaluate(mine, seed, deterministic, record, policy.knobs(), weights)
+        played.sort()
         return Evaluation(
             np.array([episode.total for episode in played]),
             np.array([episode.length for episode in played]),
@@ -379,46 +382,44 @@ class Collector:
     # -- resuming ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"version": self._publisher.version, "seed": self._attached.seed, "counts": dict(self._counts)}
+        version = self._exchange.publisher.version
+        return {"version": version, "seed": self._attached.seed, "counts": dict(self._tally.counts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Versions and counters go on; actions come from the random streams of the slots' new incarnations."""
-        self._publisher.resume(state["version"])
+        self._exchange.publisher.resume(state["version"])
         self._attached = self._attached._replace(seed=state["seed"])
-        self._counts = dict(state["counts"])
+        self._tally.counts = dict(state["counts"])
 
     # -- looking ----------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counters and times, in all and per worker."""
-        workers = len(self._pool.slots_of)
-        total = self._collecting_s
-        busy = {name: seconds.copy() for name, seconds in self._worker_s.items()}
-        waiting = np.maximum(0.0, total - sum(busy.values()))
-        shares = {name: _share(seconds.sum(), total * workers) for name, seconds in busy.items()}
+        """Counters and times: in all, per worker, and under `nodes` what each machine has, pulled and sent."""
+        nodes = [holding.as_dict() for holding in self._exchange.holdings]
+        sums = ("pulls", "weight_bytes", "header_bytes", "drift_bytes", "fragment_bytes")
+        stalest = max(nodes, key=lambda node: -1.0 if node["drift"] is None else node["drift"])
+        logs = {id(node.pool.events): node.pool.events for node in self._nodes}.values()
+        lost = ("worker_lost", "env_error")
         return {
-            **self._counts,
-            "version": self._publisher.version,
-            "held_version": self._held,
-            "drift": self._standing.drift,
-            "drift_se": self._standing.drift_se,
-            "drift_at_pull": self._drift_at_pull,
-            "collecting_s": total,
-            "steps_per_s": self._counts["steps"] / total if total else 0.0,
-            "worker_steps_per_s": self._worker_steps / total if total else np.zeros(workers),
-            "time_shares": {**shares, "waiting": _share(waiting.sum(), total * workers)},
-            "restarts": sum(self._pool.events.counts.get(kind, 0) for kind in ("worker_lost", "env_error")),
+            **self._tally.stats(),
+            **{name: sum(node[name] for node in nodes) for name in sums},
+            "version": self._exchange.publisher.version,
+            "held_version": min(node["version"] for node in nodes),
+            "drift": stalest["drift"],
+            "drift_se": stalest["drift_se"],
+            "drift_at_pull": stalest["drift_at_pull"],
+            "nodes": nodes,
+            "restarts": sum(log.counts.get(kind, 0) for log in logs for kind in lost),
             "policy": self._attached.family.name,
         }
 
     def summary(self) -> dict[str, float]:
         """A dozen numbers for TensorBoard or W&B; returns and lengths are means of the last 100 episodes."""
         stats = self.stats()
-        returns = [r for r, _ in self._recent]
-        lengths = [length for _, length in self._recent]
+        mean_return, mean_length = self._tally.recent()
         return {
-            "charts/episodic_return": float(np.mean(returns)) if returns else float("nan"),
-            "charts/episodic_length": float(np.mean(lengths)) if lengths else float("nan"),
+            "charts/episodic_return": mean_return,
+            "charts/episodic_length": mean_length,
             "collect/steps": float(stats["steps"]),
             "collect/episodes": float(stats["episodes"]),
             "collect/steps_per_s": float(stats["steps_per_s"]),
@@ -434,5 +435,9 @@ class Collector:
         }
 
 
-def _share(part: float, whole: float) -> float:
-    return float(part / whole) if whole else 0.0
+def _numbered(members: Sequence[Pool]) -> list[_Node]:
+    nodes, slots, workers = [], 0, 0
+    for index, pool in enumerate(members):
+        nodes.append(_Node(index, pool, slots, workers))
+        slots, workers = slots + pool.num_envs, workers + len(pool.slots_of)
+    return nodes

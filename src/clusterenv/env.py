@@ -26,6 +26,7 @@ from clusterenv.policy import is_agent
 from clusterenv.policy.sync import Rule
 from clusterenv.pool.messages import Acted
 from clusterenv.pool.pool import Pool, Rows
+from clusterenv.pool.streaming import FragmentStream
 from clusterenv.recovery import Recovery
 from clusterenv.spec import blueprint
 
@@ -324,9 +325,12 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         return collector
 
     @property
-    def pool(self) -> Pool:
+    def members(self) -> tuple[Pool, ...]:
         """Where the environments are; for collectors."""
-        return self._pool
+        return (self._pool,)
+
+    def next_member(self, streams: Sequence[FragmentStream]) -> int:
+        return 0
 
     def ready_to_collect(self, collector: Collector) -> None:
         """Refuse a rollout that makes no sense now; reset if nobody has yet."""

@@ -39,6 +39,7 @@ class Attached(NamedTuple):
     mask: str | None
     seed: int
     info_keys: tuple[str, ...]
+    first_slot: int = 0
 
 
 class Host(Protocol):
@@ -135,8 +136,8 @@ class FragmentDesk:
         self._waiting = set(range(len(self._host.slots_of)))
         self._begin_ready()
 
-    def take(self, deadline: float | None, timeout_s: float | None) -> tuple[Side, dict[int, FragmentResult | None]]:
-        """All fragments; None for a worker whose fragment was lost and is not run again."""
+    def wait(self, deadline: float | None, timeout_s: float | None) -> None:
+        """Until every worker's fragment is there."""
         try:
             while self.is_busy:
                 self._begin_ready()
@@ -151,6 +152,9 @@ class FragmentDesk:
         except BaseException:
             self.abandon()
             raise
+
+    def take(self) -> tuple[Side, dict[int, FragmentResult | None]]:
+        """All fragments; None for a worker whose fragment was lost and is not run again."""
         assert self._arena is not None
         self._started = False
         return self._arena.sides[self._side], self._done
@@ -199,7 +203,13 @@ class FragmentDesk:
             raise error
 
     def evaluate(
-        self, episodes: int, seed: int, deterministic: bool, record: int, knobs: dict[str, Any], other: bytes | None
+        self,
+        episodes: list[int],
+        seed: int,
+        deterministic: bool,
+        record: int,
+        knobs: dict[str, Any],
+        other: bytes | None,
     ) -> list[Episode]:
         """Play episodes with the policy that is attached: its newest weights, or `other` weights of the same shape."""
         host = self._host
@@ -216,7 +226,7 @@ class FragmentDesk:
                 self._known[worker] = (self._epoch, self._known[worker][1], -2)
         requests = {}
         for worker in workers:
-            mine = list(range(episodes))[worker :: len(workers)]
+            mine = episodes[worker :: len(workers)]
             if mine:
                 plain = {name: float(np.mean(value)) for name, value in knobs.items()}
                 message = Evaluate(host.number(), mine, seed, deterministic, record, plain)

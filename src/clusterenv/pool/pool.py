@@ -74,6 +74,7 @@ class Pool:
         *,
         is_vector: bool,
         events: EventLog,
+        first_slot: int = 0,
     ) -> None:
         self._crew = crew
         self.slots_of = slots_of
@@ -89,7 +90,7 @@ class Pool:
         self.acted: list[Acted] = []  # what the workers' policy did in the step under way
         self._deliveries = 0
         self._book = RestartBook(recovery)
-        self._lives = Lives(self.num_envs)
+        self._lives = Lives(self.num_envs, first_slot)
         self._hangs = HangWatch(len(slots_of))
         self._hung: dict[int, str] = {}  # killed for it; why
         self._pace = PaceWatch()

@@ -55,8 +55,8 @@ class FragmentStream:
         return self._arrived.popleft()
 
     @property
-    def has_arrived(self) -> bool:
-        return bool(self._arrived)
+    def has_room(self) -> bool:
+        return any(self._free)
 
     def put_back(self, item: Item) -> None:
         self._arrived.appendleft(item)
