@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 from clusterenv.pool.dispatch import Dispatcher
 from clusterenv.pool.messages import Close
 from clusterenv.pool.worker import PROGRESS_BYTES
-from clusterenv.spec import Blueprint, load_makers
+from clusterenv.spec import Blueprint, Vector, load_makers
 
 __all__ = ["InlineCrew"]
 
@@ -40,8 +40,11 @@ class _Own:
 class InlineCrew:
     is_inline = True
 
-    def __init__(self, blueprint: Blueprint, mode: AutoresetMode | None, check: bool) -> None:
-        self._makers = load_makers(blueprint.payload, blueprint.num_envs)
+    def __init__(
+        self, blueprint: Blueprint, mode: AutoresetMode | None, check: bool, slots: list[int] | None = None
+    ) -> None:
+        makers = load_makers(blueprint.payload, blueprint.num_envs)
+        self._makers = makers if slots is None or isinstance(makers, Vector) else [makers[slot] for slot in slots]
         self._mode = mode
         self._check = check
         self._at = memoryview(bytearray(PROGRESS_BYTES)).cast("i")
