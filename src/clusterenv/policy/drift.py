@@ -110,7 +110,7 @@ class DriftTable:
             old = self._forward_of(version, obs)
         values = self._measure(old, self._forward(obs), knobs)
         spread = float(values.std(ddof=1)) if len(values) > 1 else 0.0
-        return Drift(float(values.mean()), spread / np.sqrt(len(values)), len(values))
+        return Drift(float(values.mean()), spread / len(values) ** 0.5, len(values))
 
 
 def _stack(rows: list[Any]) -> Any:
