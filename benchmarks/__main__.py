@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.tables import (
     COLLECTORS,
+    STREAMS,
     TABLES,
     Results,
     Series,
@@ -33,6 +34,7 @@ from benchmarks.venvs import ROOT, Missing, interpreter, why
 
 SUBJECTS_FILE = Path("benchmarks") / "subjects.py"
 COLLECTORS_FILE = Path("benchmarks") / "collectors.py"
+STREAMS_FILE = Path("benchmarks") / "streams.py"
 OUTPUT = ROOT / "runs" / "bench"
 START_AND_STOP_S = 180
 WARMUP_S = 0.5
@@ -118,7 +120,7 @@ def measure(
     """Run one subject once, in a process group of its own, and return what it printed."""
     if isinstance(python, Missing):
         return python
-    file = COLLECTORS_FILE if subject in COLLECTORS else SUBJECTS_FILE
+    file = STREAMS_FILE if subject in STREAMS else COLLECTORS_FILE if subject in COLLECTORS else SUBJECTS_FILE
     command = [str(python), str(file), subject, table.env_id, "--num-envs", str(table.num_envs)]
     command += [
         "--workers",

@@ -14,6 +14,8 @@ LIMIT = "limit"
 PEERS = ("sync", "async", "subproc", "ray", "envpool")
 COLLECTORS = ("clusterenv-collect", "cleanrl-sync", "cleanrl-async", "rllib", "torchrl")
 """Subjects that act with a policy: those of `collectors.py`."""
+STREAMS = ("stream-learn", "rollout-learn", "stream-uneven", "stream-alone")
+"""Subjects of `streams.py`."""
 ACTING = "A 64-64 tanh policy in torch acts; sampled actions and their log-probabilities, in rollouts of 128 steps."
 LABELS = {
     LIMIT: "limit: a bare loop per worker, nothing sent",
@@ -30,6 +32,10 @@ LABELS = {
     "cleanrl-async": "CleanRL's loop on AsyncVectorEnv, a process each",
     "rllib": "RLlib, an EnvRunner per worker",
     "torchrl": "TorchRL MultiAsyncCollector, a SyncVectorEnv per worker",
+    "stream-learn": "**clusterenv**, `collector.stream` and learning",
+    "rollout-learn": "`collector.rollout` and learning in turn",
+    "stream-uneven": "**clusterenv**, `collector.stream`, one worker slow",
+    "stream-alone": "the same workers, one after the other, their rates added",
 }
 
 
@@ -86,6 +92,24 @@ TABLES = (
     ),
     Table("collect-CartPole-v1", "CartPole-v1", 64, (LIMIT, *COLLECTORS), ours="clusterenv-collect", note=ACTING),
     Table("collect-LunarLander-v3", "LunarLander-v3", 64, (LIMIT, *COLLECTORS), ours="clusterenv-collect", note=ACTING),
+    Table(
+        "stream-learn",
+        "LunarLander-v3",
+        32,
+        ("stream-learn", "rollout-learn"),
+        ours="stream-learn",
+        workers=1,
+        note="Learning (gradient steps, on a core of its own) takes as long as collecting.",
+    ),
+    Table(
+        "stream-uneven",
+        "CartPole-v1",
+        16,
+        ("stream-uneven", "stream-alone"),
+        ours="stream-uneven",
+        workers=4,
+        note="Environments sleep 1 ms a step, those of one worker 5 ms.",
+    ),
 )
 
 GOALS = (
@@ -104,6 +128,8 @@ GOALS = (
     Goal("collect-LunarLander-v3", "clusterenv-collect", "torchrl", 6.0),
     Goal("collect-LunarLander-v3", "clusterenv-collect", "cleanrl-async", 3.0),
     Goal("collect-LunarLander-v3", "clusterenv-collect", "cleanrl-sync", 1.8),
+    Goal("stream-learn", "stream-learn", "rollout-learn", 1.3),
+    Goal("stream-uneven", "stream-uneven", "stream-alone", 0.9),
 )
 
 

@@ -178,6 +178,7 @@ def summarise(points: list[tuple[float, float, float]]) -> dict[str, float]:
 
 def plot(points: list[tuple[float, float, float]], delta: float, path: Path) -> None:
     import matplotlib
+    import matplotlib.ticker
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -189,6 +190,11 @@ def plot(points: list[tuple[float, float, float]], delta: float, path: Path) -> 
     axes.plot([low, high], [low, high], color="grey", linewidth=1)
     axes.axhline(delta, color="C1", linestyle="--", linewidth=1, label=f"threshold {delta:g}")
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    ticks = [tick for tick in (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1) if low < tick < high]
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(matplotlib.ticker.FixedLocator(ticks))
+        axis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     axes.set(xlabel="true drift (4096 held-out states, float64)", ylabel="drift as the head estimates it")
     axes.set_title("PPO on LunarLander-v3 under APS")
     axes.legend(loc="lower right")

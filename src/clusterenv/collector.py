@@ -246,7 +246,10 @@ class Collector:
 
         Cheap: call it after each gradient step if you like. Nothing travels before the rule says so.
         """
-        return self._exchange.publisher.publish()
+        begin = time.perf_counter()
+        version = self._exchange.publisher.publish()
+        self._tally.publishing_s += time.perf_counter() - begin
+        return version
 
     def _start(self, num_steps: int) -> None:
         self._offer_all()
@@ -276,7 +279,9 @@ class Collector:
             self._exchange.forget()
             for other in self._nodes:
                 other.pool.desk.attach(self._attached._replace(first_slot=other.first_slot))
+        begin = time.perf_counter()
         verdict = self._exchange.consider(node.at)
+        self._tally.considering_s += time.perf_counter() - begin
         if verdict.pull:
             version, data = self._exchange.pull(node.at)
             node.pool.desk.offer(version, data)

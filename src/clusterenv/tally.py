@@ -22,6 +22,8 @@ class Tally:
     def __init__(self, workers: int) -> None:
         self.counts = dict.fromkeys(COUNTED, 0)
         self.collecting_s = 0.0
+        self.publishing_s = 0.0
+        self.considering_s = 0.0  # what the rule needs to know: the drift
         self._worker_s = {"environment": np.zeros(workers), "policy": np.zeros(workers)}
         self._worker_steps = np.zeros(workers, dtype=np.int64)
         self._recent: list[tuple[float, int]] = []  # returns and lengths of the last episodes
@@ -47,6 +49,8 @@ class Tally:
         return {
             **self.counts,
             "collecting_s": total,
+            "publishing_s": self.publishing_s,
+            "considering_s": self.considering_s,
             "steps_per_s": self.counts["steps"] / total if total else 0.0,
             "worker_steps_per_s": self._worker_steps / total if total else np.zeros(workers),
             "time_shares": {**busy, "waiting": _share(waiting.sum(), total * workers)},
