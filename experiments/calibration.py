@@ -26,7 +26,7 @@ from clusterenv.policy.drift import DriftTable
 from clusterenv.policy.exchange import Exchange
 from clusterenv.policy.families import family_for
 from clusterenv.policy.sync import Standing, decide
-from clusterenv.testing import VirtualCluster
+from clusterenv.testing import Virtual
 from experiments.learners import PPO
 
 HELD_OUT = 4096
@@ -58,7 +58,7 @@ def record(env: str, rule: ce.APS, total_steps: int, num_envs: int, nodes: int, 
     happened: list[Noted | Asked] = []
     weights: dict[int, Any] = {}
     states: dict[int, list[Any]] = {}
-    with VirtualCluster(env, num_envs, nodes=nodes) as cluster:
+    with ce.ClusterEnv(env, num_envs, backend=Virtual(nodes)) as cluster:
         learner = PPO(cluster.single_observation_space, cluster.single_action_space, total_steps)
         collector = cluster.collector(learner.policy, sync=rule, seed=seed)
         listen(collector._exchange, happened, weights, learner.actor)

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+import clusterenv as ce
 from clusterenv.policy import codec
-from clusterenv.testing import VirtualCluster
+from clusterenv.testing import Virtual
 from experiments.arms import Arm, rule_of
 from experiments.learners import LEARNERS
 
@@ -20,7 +21,7 @@ def run_arm(arm: Arm, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     begin = time.perf_counter()
-    with VirtualCluster(arm.env, arm.num_envs, nodes=arm.nodes) as cluster:
+    with ce.ClusterEnv(arm.env, arm.num_envs, backend=Virtual(arm.nodes)) as cluster:
         learner = LEARNERS[arm.learner](cluster.single_observation_space, cluster.single_action_space, arm.total_steps)
         collector = cluster.collector(learner.policy, sync=rule_of(arm.rule), seed=seed)
         curve: list[tuple[int, float]] = []

@@ -8,7 +8,7 @@ import torch
 
 import clusterenv as ce
 from clusterenv.policy import codec
-from clusterenv.testing import VirtualCluster
+from clusterenv.testing import Virtual
 from test_aps import net, nudge
 
 ID, SPACES = "CartPole-v1", (2, 4)
@@ -31,8 +31,8 @@ def test_its_nodes_do_what_one_machine_does():
     runs = []
     for make in (
         lambda: ce.ClusterEnv(ID, 12, backend=ce.Local(workers=2)),
-        lambda: VirtualCluster(ID, 12, nodes=1),
-        lambda: VirtualCluster(ID, 12, nodes=4),
+        lambda: ce.ClusterEnv(ID, 12, backend=Virtual(1)),
+        lambda: ce.ClusterEnv(ID, 12, backend=Virtual(4)),
     ):
         module = net(*SPACES)
         with make() as envs:
@@ -56,7 +56,7 @@ def test_its_nodes_do_what_one_machine_does():
 def test_always_moves_versions_times_nodes_times_size():
     module = net(*SPACES)
     policy = ce.TorchPolicy(module, dist="categorical")
-    with VirtualCluster(ID, 8, nodes=4) as cluster:
+    with ce.ClusterEnv(ID, 8, backend=Virtual(4)) as cluster:
         collector = cluster.collector(policy, seed=1)
         updates(collector, module, 6, 4)
         size = len(codec.encode(policy.weights()))
@@ -70,7 +70,7 @@ def test_staleness_in_a_stream_is_what_was_chosen(queue):
     module, nodes = net(*SPACES), 4
     policy = ce.TorchPolicy(module, dist="categorical")
     generator = torch.Generator().manual_seed(0)
-    with VirtualCluster(ID, 8, nodes=nodes) as cluster:
+    with ce.ClusterEnv(ID, 8, backend=Virtual(nodes)) as cluster:
         collector = cluster.collector(policy, seed=1)
         lags = []
         for i, batch in enumerate(collector.stream(4, queue=queue)):
@@ -92,7 +92,7 @@ def test_a_slow_node_sends_less_and_is_staler():
     policy = ce.TorchPolicy(module, dist="categorical")
     runs = []
     for _ in range(2):
-        with VirtualCluster(ID, 4, nodes=2, periods=[1.0, 5.0]) as cluster:
+        with ce.ClusterEnv(ID, 4, backend=Virtual(2, (1.0, 5.0))) as cluster:
             collector = cluster.collector(policy, seed=1)
             order = []
             for i, batch in enumerate(collector.stream(4)):
@@ -105,19 +105,19 @@ def test_a_slow_node_sends_less_and_is_staler():
     assert runs[0] == runs[1], "the same each time"
 
 
-def test_bad_input_and_errors():
-    with pytest.raises(ce.SpecError, match="nodes=9"):
-        VirtualCluster(ID, 8, nodes=9)
+def test_it_steps_like_any_other_backend():
+    def steps(backend):
+        with ce.ClusterEnv(ID, 6, backend=backend) as envs:
+            obs = [envs.reset(seed=3)[0]]
+            for i in range(30):
+                obs.append(envs.step(np.arange(6) % 2 ^ i % 2)[0])
+            return np.array(obs)
+
+    assert np.array_equal(steps(Virtual(3)), steps(ce.Local(workers=2)))
+
+
+def test_bad_input():
+    with pytest.raises(ce.SpecError, match="fewer nodes"):
+        ce.ClusterEnv(ID, 8, backend=Virtual(9))
     with pytest.raises(ce.SpecError, match="2 numbers above 0"):
-        VirtualCluster(ID, 8, nodes=2, periods=[1.0, 0.0])
-    cluster = VirtualCluster(ID, 2, nodes=2)
-    collector = cluster.collector(ce.TorchPolicy(net(*SPACES), dist="categorical"), seed=1)
-    stream = collector.stream(4)
-    next(stream)
-    with pytest.raises(ce.UsageError, match="a stream is open"):
-        collector.rollout(4)
-    stream.close()
-    cluster.close()
-    cluster.close()
-    with pytest.raises(ce.ClosedError):
-        collector.rollout(4)
+        Virtual(2, (1.0, 0.0))

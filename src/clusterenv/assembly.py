@@ -21,22 +21,17 @@ _NONE = np.zeros(0, dtype=np.int64)
 class Part(NamedTuple):
     """One worker's columns."""
 
-    node: int
     worker: int
-    """Its number among the workers of all nodes."""
     slots: list[int]
     side: Side
     result: FragmentResult | None
     """None: lost, and not run again; its columns are flagged invalid."""
     incarnations: list[int]
     sequence: int
-    first: int = 0
-    """Slot of the side's first column."""
 
     @property
     def columns(self) -> slice:
-        """Where its slots lie on the side."""
-        return slice(self.slots[0] - self.first, self.slots[-1] + 1 - self.first)
+        return slice(self.slots[0], self.slots[-1] + 1)
 
 
 def put_together(
@@ -54,8 +49,7 @@ def put_together(
 
     def take(pick: Callable[[Side], Any], rows: Any = steps) -> Any:
         if whole:
-            start = parts[0].columns.start
-            view = pick(parts[0].side)[rows, start : start + n]
+            view = pick(parts[0].side)[rows, slots[0] : slots[0] + n]
             return np.array(view) if copy else view
         pieces = [pick(part.side)[rows, part.columns] for part in parts]
         return np.concatenate(pieces, axis=1)

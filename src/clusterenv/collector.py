@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import cloudpickle
 import numpy as np
@@ -28,7 +28,7 @@ from clusterenv.policy.sync import Always, Rule
 from clusterenv.pool import Pool
 from clusterenv.pool.arena import Side
 from clusterenv.pool.collecting import Attached
-from clusterenv.pool.messages import Episode, FragmentResult
+from clusterenv.pool.messages import FragmentResult
 from clusterenv.pool.streaming import FragmentStream, Item
 from clusterenv.tally import Tally
 
@@ -46,20 +46,8 @@ class Home(Protocol):
     single_action_space: Space[Any]
 
     @property
-    def members(self) -> Sequence[Pool]: ...
+    def pool(self) -> Pool: ...
     def ready_to_collect(self, collector: Collector) -> None: ...
-    def next_member(self, streams: Sequence[FragmentStream]) -> int:
-        """Whose fragment a stream waits for next."""
-        ...
-
-
-class _Node(NamedTuple):
-    """A member, and where it stands among all."""
-
-    at: int
-    pool: Pool
-    first_slot: int
-    first_worker: int
 
 
 class Collector:
@@ -79,8 +67,7 @@ class Collector:
         if on_loss not in ("rerun", "mask"):
             raise UsageError(f'collector(on_loss={on_loss!r}): choose "rerun" or "mask"')
         self._envs = envs
-        self._nodes = _numbered(envs.members)
-        self._num_envs = sum(pool.num_envs for pool in envs.members)
+        self._pool = envs.pool
         self.seed = seed
         self._on_loss: Literal["rerun", "mask"] = on_loss
         self._prefetch = prefetch
@@ -95,9 +82,9 @@ class Collector:
         own_seed = secrets.randbits(128) if seed is None else seed
         self._attached = Attached(recipe, prepared.family, prepared.mask, own_seed, tuple(info_keys))
         rule = Always() if sync is None else sync
-        self._exchange = Exchange(self._policy, recipe, prepared.family, rule, len(self._nodes))
+        self._exchange = Exchange(self._policy, recipe, prepared.family, rule, max(self._pool.node_of) + 1)
         self._is_recurrent = prepared.is_recurrent
-        workers = sum(len(node.pool.slots_of) for node in self._nodes)
+        workers = len(self._pool.slots_of)
         self._tally = Tally(workers)
         self._sequence = np.zeros(workers, dtype=np.int64)
 
@@ -116,7 +103,7 @@ class Collector:
             raise UsageError(f"rollout(num_steps={num_steps}): expected 1 or more")
         self._envs.ready_to_collect(self)
         begin = time.perf_counter()
-        desk = self._nodes[0].pool.desk  # what is under way is so on all
+        desk = self._pool.desk
         if desk.is_under_way and self._envs.attached is not self:
             raise UsageError("another collector's fragment is under way: take it with its rollout(), or reset() first")
         if desk.is_under_way and desk.num_steps != num_steps:
@@ -128,13 +115,11 @@ class Collector:
             self.publish()
             self._start(num_steps)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for node in self._nodes:
-            node.pool.desk.wait(deadline, timeout_s)
-        parts = []
-        for node in self._nodes:
-            side, results = node.pool.desk.take()
-            for worker, slots in enumerate(node.pool.slots_of):
-                parts.append(self._part(node, worker, side, results.get(worker), node.pool.incarnations(slots)))
+        side, results = desk.take(deadline, timeout_s)
+        parts = [
+            self._part(worker, side, results.get(worker), self._pool.incarnations(slots))
+            for worker, slots in enumerate(self._pool.slots_of)
+        ]
         batch = self._batch(parts, num_steps, copy)
         if self._prefetch:
             self.publish()
@@ -164,8 +149,8 @@ class Collector:
         """
         if num_steps < 1 or queue < 1:
             raise UsageError(f"stream(num_steps={num_steps}, queue={queue}): expected 1 or more")
-        if min_envs is not None and not 1 <= min_envs <= self._num_envs:
-            raise UsageError(f"stream(min_envs={min_envs}): expected 1 to {self._num_envs}")
+        if min_envs is not None and not 1 <= min_envs <= self._pool.num_envs:
+            raise UsageError(f"stream(min_envs={min_envs}): expected 1 to {self._pool.num_envs}")
         if max_staleness is not None and max_staleness < 0:
             raise UsageError(f"stream(max_staleness={max_staleness}): expected 0 or more")
         return self._stream(num_steps, min_envs or 1, max_staleness, queue, timeout_s)
@@ -174,65 +159,59 @@ class Collector:
         self, num_steps: int, min_envs: int, max_staleness: int | None, queue: int, timeout_s: float | None
     ) -> Generator[Rollout, None, None]:
         self._envs.ready_to_collect(self)
-        if self._nodes[0].pool.desk.is_under_way:
+        desk = self._pool.desk
+        if desk.is_under_way:
             raise UsageError("stream() while a prefetched fragment is under way: take it with rollout() first")
         if self._exchange.publisher.version < 0:
             self.publish()
-        self._offer_all()
         self._set_up_samples()
-        streams = [node.pool.desk.open_stream(num_steps, queue) for node in self._nodes]
+        self._offer_all()
+        stream = desk.open_stream(num_steps, queue)
         begin = time.perf_counter()
         try:
             while True:
-                taken: dict[int, tuple[_Node, Item]] = {}  # worker of all → its fragment: one per slot in a batch
-                later: list[tuple[_Node, Item]] = []
-                envs = 0
-                while envs < min_envs:
-                    self._feed(streams)
-                    node = self._nodes[self._envs.next_member(streams)]
+                items: dict[int, Item] = {}  # worker → its fragment: one per slot in a batch
+                later: list[Item] = []
+                while sum(len(self._pool.slots_of[worker]) for worker in items) < min_envs:
+                    self._feed(stream)
                     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-                    item = streams[node.at].wait(deadline, timeout_s, self._knobs(node))
-                    if self._is_too_old(node, item, max_staleness):
-                        streams[node.at].release(item)
-                        continue
-                    worker = node.first_worker + item.worker
-                    if worker in taken:
-                        later.append((node, item))
+                    item = stream.wait(deadline, timeout_s, self._policy.knobs())
+                    if self._is_too_old(item, max_staleness):
+                        stream.release(item)
+                    elif item.worker in items:
+                        later.append(item)
                     else:
-                        taken[worker] = node, item
-                        envs += len(node.pool.slots_of[item.worker])
-                for node, item in reversed(later):
-                    streams[node.at].put_back(item)
+                        items[item.worker] = item
+                for item in reversed(later):
+                    stream.put_back(item)
                 parts = [
-                    self._part(node, item.worker, node.pool.desk.side(item.side), item.result, item.incarnations)
-                    for _, (node, item) in sorted(taken.items(), key=lambda entry: entry[0])
+                    self._part(worker, desk.side(item.side), item.result, item.incarnations)
+                    for worker, item in sorted(items.items())
                 ]
                 batch = self._batch(parts, num_steps, True)
-                for node, item in taken.values():
-                    streams[node.at].release(item)
-                self._feed(streams)  # before the learner works, not after
+                for item in items.values():
+                    stream.release(item)
+                self._feed(stream)  # before the learner works, not after
                 self._tally.collecting_s += time.perf_counter() - begin
                 yield batch
                 begin = time.perf_counter()
         finally:
-            self._tally.counts["dropped_fragments"] += sum(node.pool.desk.close_stream() for node in self._nodes)
+            self._tally.counts["dropped_fragments"] += desk.close_stream()
 
-    def _feed(self, streams: Sequence[FragmentStream]) -> None:
+    def _feed(self, stream: FragmentStream) -> None:
         """Whoever has a free place gets something to do, and before that the weights that its rule asks for."""
-        for node, stream in zip(self._nodes, streams, strict=True):
-            if stream.has_room:
-                self._offer(node)
-                stream.feed(self._knobs(node))
+        for node in sorted({self._pool.node_of[worker] for worker in stream.with_room}):
+            self._offer(node)
+        stream.feed(self._policy.knobs())
 
-    def _is_too_old(self, node: _Node, item: Item, max_staleness: int | None) -> bool:
+    def _is_too_old(self, item: Item, max_staleness: int | None) -> bool:
         lag = self._exchange.publisher.version - item.result.version
         if max_staleness is None or lag <= max_staleness:
             return False
         self._tally.counts["dropped_fragments"] += 1
         reason = f"{lag} versions behind, max_staleness={max_staleness}"
-        slots = tuple(self._slots(node, item.worker))
-        event = Event("dropped", reason, slots, node.first_worker + item.worker)
-        node.pool.events.add(event, level=logging.DEBUG)
+        event = Event("dropped", reason, tuple(self._pool.slots_of[item.worker]), item.worker)
+        self._pool.events.add(event, level=logging.DEBUG)
         return True
 
     def hand_over(self) -> dict[str, Any]:
@@ -252,42 +231,38 @@ class Collector:
         return version
 
     def _start(self, num_steps: int) -> None:
-        self._offer_all()
         self._set_up_samples()
-        for node in self._nodes:
-            node.pool.desk.on_loss = self._on_loss
-            node.pool.desk.start(num_steps, self._knobs(node))
+        self._offer_all()
+        self._pool.desk.on_loss = self._on_loss
+        self._pool.desk.start(num_steps, self._policy.knobs())
 
     def _set_up_samples(self) -> None:
-        for node in self._nodes:
-            node.pool.desk.sample_every = _SAMPLE_EVERY if self._exchange.measures_drift else 0
-            node.pool.desk.sample_within = REPLAY if self._is_recurrent else None
-
-    def _knobs(self, node: _Node) -> dict[str, Any]:
-        """What the policy is told with a request: numbers for all slots, or those of this node's own."""
-        mine = slice(node.first_slot, node.first_slot + node.pool.num_envs)
-        return {name: value[mine] if np.ndim(value) else value for name, value in self._policy.knobs().items()}
+        desk = self._pool.desk
+        desk.sample_every = _SAMPLE_EVERY if self._exchange.measures_drift else 0
+        desk.sample_within = REPLAY if self._is_recurrent else None
 
     def _offer_all(self) -> None:
-        for node in self._nodes:
+        for node in range(len(self._exchange.holdings)):
             self._offer(node)
 
-    def _offer(self, node: _Node) -> None:
+    def _offer(self, node: int) -> None:
         """The node's workers are to have this policy, in the newest version or in one that the rule puts up with."""
+        desk = self._pool.desk
         if self._envs.attached is not self:
             self._envs.attached = self
             self._exchange.forget()
-            for other in self._nodes:
-                other.pool.desk.attach(self._attached._replace(first_slot=other.first_slot))
+            desk.attach(self._attached)
         begin = time.perf_counter()
-        verdict = self._exchange.consider(node.at)
+        verdict = self._exchange.consider(node)
         self._tally.considering_s += time.perf_counter() - begin
         if verdict.pull:
-            version, data = self._exchange.pull(node.at)
-            node.pool.desk.offer(version, data)
-            slots = tuple(range(node.first_slot, node.first_slot + node.pool.num_envs))
-            event = Event("pull", f"version {version}: {verdict.reason}", slots)
-            node.pool.events.add(event, level=logging.DEBUG)
+            version, data = self._exchange.pull(node)
+            desk.offer(node, version, data)
+            its = [slots for slots, at in zip(self._pool.slots_of, self._pool.node_of, strict=True) if at == node]
+            event = Event(
+                "pull", f"version {version}: {verdict.reason}", tuple(slot for slots in its for slot in slots)
+            )
+            self._pool.events.add(event, level=logging.DEBUG)
 
     def _batch(self, parts: list[Part], num_steps: int, copy: bool) -> Rollout:
         """Put fragments together, and take note of what they tell."""
@@ -296,31 +271,26 @@ class Collector:
             result = part.result
             if result is None:
                 continue
-            stand = self._exchange.delivered(part.node, result.version)
+            node = self._pool.node_of[part.worker]
+            stand = self._exchange.delivered(node, result.version)
             slots = tuple(part.slots)
             receipts.append(Receipt(part.worker, slots, result.version, stand.lag, stand.drift, stand.drift_se))
             self._tally.fragment(part.worker, num_steps * len(slots), result.env_s, result.policy_s)
-            self._exchange.holdings[part.node].fragment_bytes += size_of(part, num_steps)
-        space, leaves = self._envs.single_observation_space, self._nodes[0].pool.layout.obs
+            self._exchange.holdings[node].fragment_bytes += size_of(part, num_steps)
+        space, leaves = self._envs.single_observation_space, self._pool.layout.obs
         batch = put_together(parts, num_steps, space, leaves, tuple(receipts), copy)
         first = 0
         for part in parts:
             if part.result is not None and part.result.samples is not None:
-                self._note_drift(batch, first, part.node, part.result)
+                self._note_drift(batch, first, self._pool.node_of[part.worker], part.result)
             first += len(part.slots)
         self._tally.batch(batch)
         return batch
 
-    def _slots(self, node: _Node, worker: int) -> list[int]:
-        return [node.first_slot + slot for slot in node.pool.slots_of[worker]]
-
-    def _part(
-        self, node: _Node, worker: int, side: Side, result: FragmentResult | None, incarnations: list[int]
-    ) -> Part:
-        number = node.first_worker + worker
-        self._sequence[number] += 1
-        slots, sequence = self._slots(node, worker), int(self._sequence[number]) - 1
-        return Part(node.at, number, slots, side, result, incarnations, sequence, node.first_slot)
+    def _part(self, worker: int, side: Side, result: FragmentResult | None, incarnations: list[int]) -> Part:
+        self._sequence[worker] += 1
+        slots = self._pool.slots_of[worker]
+        return Part(worker, slots, side, result, incarnations, int(self._sequence[worker]) - 1)
 
     def _note_drift(self, batch: Rollout, first: int, node: int, result: FragmentResult) -> None:
         samples = result.samples
@@ -368,15 +338,13 @@ class Collector:
         self.publish()
         self._offer_all()
         newest = self._exchange.publisher.snapshot()
-        played: list[Episode] = []
-        for node in self._nodes:
-            mine = list(range(episodes))[node.at :: len(self._nodes)]
-            weights = other
-            if weights is None and self._exchange.holdings[node.at].version != newest:
-                weights = self._exchange.publisher.data  # the rule puts up with older ones: not here
-            if mine:
-                played += node.pool.desk.evaluate(mine, seed, deterministic, record, policy.knobs(), weights)
-        played.sort()
+        others: dict[int, bytes] = {}
+        for node, holding in enumerate(self._exchange.holdings):
+            if other is not None:
+                others[node] = other
+            elif holding.version != newest:  # the rule puts up with older weights: not here
+                others[node] = self._exchange.publisher.data
+        played = self._pool.desk.evaluate(episodes, seed, deterministic, record, policy.knobs(), others)
         return Evaluation(
             np.array([episode.total for episode in played]),
             np.array([episode.length for episode in played]),
@@ -403,8 +371,6 @@ class Collector:
         nodes = [holding.as_dict() for holding in self._exchange.holdings]
         sums = ("pulls", "weight_bytes", "header_bytes", "drift_bytes", "fragment_bytes")
         stalest = max(nodes, key=lambda node: -1.0 if node["drift"] is None else node["drift"])
-        logs = {id(node.pool.events): node.pool.events for node in self._nodes}.values()
-        lost = ("worker_lost", "env_error")
         return {
             **self._tally.stats(),
             **{name: sum(node[name] for node in nodes) for name in sums},
@@ -414,7 +380,7 @@ class Collector:
             "drift_se": stalest["drift_se"],
             "drift_at_pull": stalest["drift_at_pull"],
             "nodes": nodes,
-            "restarts": sum(log.counts.get(kind, 0) for log in logs for kind in lost),
+            "restarts": sum(self._pool.events.counts.get(kind, 0) for kind in ("worker_lost", "env_error")),
             "policy": self._attached.family.name,
         }
 
@@ -438,11 +404,3 @@ class Collector:
             "sync/drift": float("nan") if stats["drift"] is None else stats["drift"],
             "sync/weight_bytes": float(stats["weight_bytes"]),
         }
-
-
-def _numbered(members: Sequence[Pool]) -> list[_Node]:
-    nodes, slots, workers = [], 0, 0
-    for index, pool in enumerate(members):
-        nodes.append(_Node(index, pool, slots, workers))
-        slots, workers = slots + pool.num_envs, workers + len(pool.slots_of)
-    return nodes

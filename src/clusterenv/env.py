@@ -19,6 +19,7 @@ from gymnasium.vector.utils import batch_space
 
 from clusterenv.actions import ActionReader
 from clusterenv.backends import Local
+from clusterenv.backends.base import Backend
 from clusterenv.collector import Collector
 from clusterenv.errors import ClosedError, PolicyError, SpecError, UsageError, WorkerLostError
 from clusterenv.events import Event, EventLog
@@ -26,7 +27,6 @@ from clusterenv.policy import is_agent
 from clusterenv.policy.sync import Rule
 from clusterenv.pool.messages import Acted
 from clusterenv.pool.pool import Pool, Rows
-from clusterenv.pool.streaming import FragmentStream
 from clusterenv.recovery import Recovery
 from clusterenv.spec import blueprint
 
@@ -64,7 +64,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         env: Any,
         num_envs: int | None = None,
         *,
-        backend: Local | None = None,
+        backend: Backend | None = None,
         autoreset_mode: AutoresetMode | str | None = None,
         recovery: Recovery | None = None,
         env_kwargs: Mapping[str, Any] | None = None,
@@ -325,12 +325,9 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         return collector
 
     @property
-    def members(self) -> tuple[Pool, ...]:
+    def pool(self) -> Pool:
         """Where the environments are; for collectors."""
-        return (self._pool,)
-
-    def next_member(self, streams: Sequence[FragmentStream]) -> int:
-        return 0
+        return self._pool
 
     def ready_to_collect(self, collector: Collector) -> None:
         """Refuse a rollout that makes no sense now; reset if nobody has yet."""

@@ -16,9 +16,8 @@ _DOMAIN = 0x706F6C696379  # keeps these streams apart from those that seed envir
 class Streams:
     """One generator per slot, begun anew with each incarnation."""
 
-    def __init__(self, seed: int, first_slot: int = 0) -> None:
+    def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._first = first_slot  # of this machine, among those of the run
         self._generators: dict[int, tuple[int, np.random.Generator]] = {}
         self._pickers: dict[int, tuple[int, np.random.Generator]] = {}
 
@@ -45,7 +44,7 @@ class Streams:
         for k, (slot, incarnation) in enumerate(zip(slots, incarnations, strict=True)):
             known = self._pickers.get(slot)
             if known is None or known[0] != incarnation:
-                sequence = np.random.SeedSequence((_DOMAIN + 1, self._seed, self._first + slot, incarnation))
+                sequence = np.random.SeedSequence((_DOMAIN + 1, self._seed, slot, incarnation))
                 known = self._pickers[slot] = (incarnation, np.random.Generator(np.random.PCG64(sequence)))
             count = max(1, steps // share)
             picked += [(int(t), k) for t in known[1].choice(steps, size=count, replace=False)]
@@ -54,7 +53,7 @@ class Streams:
     def _generator(self, slot: int, incarnation: int) -> np.random.Generator:
         known = self._generators.get(slot)
         if known is None or known[0] != incarnation:
-            sequence = np.random.SeedSequence((_DOMAIN, self._seed, self._first + slot, incarnation))
+            sequence = np.random.SeedSequence((_DOMAIN, self._seed, slot, incarnation))
             known = (incarnation, np.random.Generator(np.random.PCG64(sequence)))
             self._generators[slot] = known
         return known[1]

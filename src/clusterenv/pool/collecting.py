@@ -39,7 +39,6 @@ class Attached(NamedTuple):
     mask: str | None
     seed: int
     info_keys: tuple[str, ...]
-    first_slot: int = 0
 
 
 class Host(Protocol):
@@ -49,6 +48,7 @@ class Host(Protocol):
     num_envs: int
     single_action_space: Any
     slots_of: list[list[int]]
+    node_of: list[int]
 
     @property
     def buffers(self) -> Buffers: ...
@@ -61,7 +61,7 @@ class Host(Protocol):
     def incarnations(self, slots: list[int]) -> list[int]: ...
     def collected(self, slots: list[int], stepped: Any) -> None: ...
     def allocate_arena(self, size: int) -> Any: ...
-    def put_weights(self, data: bytes, offset: int) -> None: ...
+    def put_weights(self, node: int, data: bytes, offset: int) -> None: ...
 
 
 class FragmentDesk:
@@ -71,8 +71,9 @@ class FragmentDesk:
         self._epoch = 0  # counts policies: a worker that has an older one is told anew
         self._arena: Arena | None = None
         self._arena_epoch = 0
-        self._weights = (-1, 0, 0)  # version, offset, size
-        self._shelf = Shelf()
+        nodes = max(host.node_of) + 1
+        self._weights = [(-1, 0, 0)] * nodes  # version, offset, size
+        self._shelves = [Shelf() for _ in range(nodes)]
         self._known: dict[int, tuple[int, int, int]] = {}  # worker → epochs of policy and arena, version
         self._waiting: set[int] = set()  # workers whose fragment is not begun
         self._running: set[int] = set()
@@ -93,20 +94,20 @@ class FragmentDesk:
     def attach(self, policy: Attached) -> None:
         self._policy = policy
         self._epoch += 1
-        self._weights = (-1, 0, 0)
+        self._weights = [(-1, 0, 0)] * len(self._weights)
 
-    def offer(self, version: int, data: bytes) -> None:
-        """Weights of a new version; workers load them before their next fragment."""
-        self._weights = (version, self._put(data, None), len(data))
+    def offer(self, node: int, version: int, data: bytes) -> None:
+        """Weights of a new version for one machine; its workers load them before their next fragment."""
+        self._weights[node] = (version, self._put(node, data, None), len(data))
 
-    def _put(self, data: bytes, keep: int | None) -> int:
-        offset = self._shelf.place(len(data), keep)
-        self._host.put_weights(data, offset)
+    def _put(self, node: int, data: bytes, keep: int | None) -> int:
+        offset = self._shelves[node].place(len(data), keep)
+        self._host.put_weights(node, data, offset)
         return offset
 
     def _load(self, worker: int, version: int, offset: int, size: int) -> None:
         request = LoadWeights(self._host.number(), version, offset, size)
-        self._shelf.reads(worker, request.request, offset)
+        self._shelves[self._host.node_of[worker]].reads(worker, request.request, offset)
         self._host.post(worker, "policy", self._host.slots_of[worker], request)
 
     @property
@@ -136,8 +137,8 @@ class FragmentDesk:
         self._waiting = set(range(len(self._host.slots_of)))
         self._begin_ready()
 
-    def wait(self, deadline: float | None, timeout_s: float | None) -> None:
-        """Until every worker's fragment is there."""
+    def take(self, deadline: float | None, timeout_s: float | None) -> tuple[Side, dict[int, FragmentResult | None]]:
+        """All fragments; None for a worker whose fragment was lost and is not run again."""
         try:
             while self.is_busy:
                 self._begin_ready()
@@ -152,9 +153,6 @@ class FragmentDesk:
         except BaseException:
             self.abandon()
             raise
-
-    def take(self) -> tuple[Side, dict[int, FragmentResult | None]]:
-        """All fragments; None for a worker whose fragment was lost and is not run again."""
         assert self._arena is not None
         self._started = False
         return self._arena.sides[self._side], self._done
@@ -204,14 +202,14 @@ class FragmentDesk:
 
     def evaluate(
         self,
-        episodes: list[int],
+        episodes: int,
         seed: int,
         deterministic: bool,
         record: int,
         knobs: dict[str, Any],
-        other: bytes | None,
+        others: dict[int, bytes],
     ) -> list[Episode]:
-        """Play episodes with the policy that is attached: its newest weights, or `other` weights of the same shape."""
+        """Play episodes with the policy that is attached; on the nodes in `others` with those weights instead."""
         host = self._host
         workers = range(len(host.slots_of))
         self._settle_down()  # a prefetched fragment is kept, and taken by the next rollout
@@ -219,14 +217,15 @@ class FragmentDesk:
             host.turn(None)
         for worker in workers:
             self._tell_policy(worker)
-        if other is not None:
-            offset = self._put(other, keep=self._weights[1])
-            for worker in workers:
-                self._load(worker, -1, offset, len(other))
+        places = {node: self._put(node, data, keep=self._weights[node][1]) for node, data in others.items()}
+        for worker in workers:
+            node = host.node_of[worker]
+            if node in others:
+                self._load(worker, -1, places[node], len(others[node]))
                 self._known[worker] = (self._epoch, self._known[worker][1], -2)
         requests = {}
         for worker in workers:
-            mine = episodes[worker :: len(workers)]
+            mine = list(range(episodes))[worker :: len(workers)]
             if mine:
                 plain = {name: float(np.mean(value)) for name, value in knobs.items()}
                 message = Evaluate(host.number(), mine, seed, deterministic, record, plain)
@@ -262,7 +261,7 @@ class FragmentDesk:
 
     def took(self, worker: int, kind: str, reply: Reply) -> None:
         result: FragmentResult | None = reply.result
-        self._shelf.has_read(reply.request)
+        self._shelves[self._host.node_of[worker]].has_read(reply.request)
         if result is not None and result.policy_error is not None and worker not in self._stale:
             what, text = result.policy_error
             self._error = PolicyError(f"{what} (worker {worker})\n{text}", remote_traceback=text)
@@ -287,7 +286,7 @@ class FragmentDesk:
     def lost(self, worker: int) -> None:
         """The worker died; its replacement knows nothing."""
         self._known.pop(worker, None)
-        self._shelf.forget(worker)
+        self._shelves[self._host.node_of[worker]].forget(worker)
         if self._stream is not None:
             self._stream.lost(worker)
             return
@@ -332,7 +331,7 @@ class FragmentDesk:
         if epoch != self._epoch:
             host.post(worker, "policy", slots, SetPolicy(host.number(), *policy))
             version = -2
-        newest, offset, size = self._weights
+        newest, offset, size = self._weights[host.node_of[worker]]
         if version != newest:
             self._load(worker, newest, offset, size)
         self._known[worker] = (self._epoch, arena_epoch, newest)

@@ -73,7 +73,7 @@ class FragmentLoop:
         self._family: Family = request.family
         self._mask = request.mask
         self._mask_in_obs = request.mask is not None and request.mask in getattr(self._space, "spaces", {})
-        self._streams = Streams(request.seed, request.first_slot)
+        self._streams = Streams(request.seed)
         self._keys = request.info_keys
         self._version = -1
         return Reply(request.request, [])

@@ -1,4 +1,4 @@
-"""The calling process as its own and only worker (`Local(workers=0)`): for a breakpoint in environment code.
+"""The calling process as its own worker (`Local(workers=0)`): for a breakpoint in environment code.
 
 Same face as `ProcessCrew`; requests are carried out at once, and no timeout ends a debugging session.
 """
@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 from clusterenv.pool.dispatch import Dispatcher
 from clusterenv.pool.messages import Close
 from clusterenv.pool.worker import PROGRESS_BYTES
-from clusterenv.spec import Blueprint, Vector, load_makers
+from clusterenv.spec import Blueprint, load_makers
 
 __all__ = ["InlineCrew"]
 
@@ -40,44 +40,51 @@ class _Own:
 class InlineCrew:
     is_inline = True
 
-    def __init__(
-        self, blueprint: Blueprint, mode: AutoresetMode | None, check: bool, slots: list[int] | None = None
-    ) -> None:
-        makers = load_makers(blueprint.payload, blueprint.num_envs)
-        self._makers = makers if slots is None or isinstance(makers, Vector) else [makers[slot] for slot in slots]
+    def __init__(self, blueprint: Blueprint, mode: AutoresetMode | None, check: bool, workers: int = 1) -> None:
+        self._makers = load_makers(blueprint.payload, blueprint.num_envs)
         self._mode = mode
         self._check = check
-        self._at = memoryview(bytearray(PROGRESS_BYTES)).cast("i")
-        self._memory = _Own()
+        self._at = [memoryview(bytearray(PROGRESS_BYTES)).cast("i") for _ in range(workers)]
+        self._memory = [_Own() for _ in range(workers)]
         self._events: list[tuple[int, Any]] = []
-        self._dispatcher: Dispatcher | None = None
+        self._dispatchers: dict[int, Dispatcher] = {}
 
     def start(self, index: int) -> None:
-        self._dispatcher = Dispatcher(self._makers, self._mode, self._check, self._at, self._memory)
+        self._dispatchers[index] = Dispatcher(
+            self._makers, self._mode, self._check, self._at[index], self._memory[index]
+        )
 
     def allocate(self, size: int) -> bytearray:
-        self._memory.row_bytes = bytearray(size)
-        return self._memory.row_bytes
+        rows = bytearray(size)
+        for memory in self._memory:
+            memory.row_bytes = rows
+        return rows
 
     def allocate_arena(self, size: int) -> mmap.mmap:
-        self._memory.arena = mmap.mmap(-1, size)
-        return self._memory.arena
+        arena = mmap.mmap(-1, size)
+        for memory in self._memory:
+            memory.arena = arena
+        return arena
 
-    def put_weights(self, data: bytes, offset: int) -> None:
-        held = self._memory.weight_bytes
-        self._memory.weight_bytes = held[:offset].ljust(offset, b"\0") + data + held[offset + len(data) :]
+    def put_weights(self, node: int, data: bytes, offset: int) -> None:
+        """A worker is a node of its own here."""
+        memory = self._memory[node]
+        held = memory.weight_bytes
+        memory.weight_bytes = held[:offset].ljust(offset, b"\0") + data + held[offset + len(data) :]
 
     def ring(self, request: int) -> None:
-        self.send(0, request)
+        for index in self._dispatchers:
+            self.send(index, request)
 
     def take(self, index: int) -> list[Any]:
-        return [message for _, message in self.wait(0.0)]
+        taken = [message for worker, message in self._events if worker == index]
+        self._events = [event for event in self._events if event[0] != index]
+        return taken
 
     def send(self, index: int, message: Any) -> None:
         if isinstance(message, Close):
             return  # `close` does it
-        assert self._dispatcher is not None
-        reply = self._dispatcher.handle(message, lambda part: self._events.append((index, part)))
+        reply = self._dispatchers[index].handle(message, lambda part: self._events.append((index, part)))
         if reply is not None:
             self._events.append((index, reply))
 
@@ -86,7 +93,7 @@ class InlineCrew:
         return events
 
     def progress(self, index: int) -> tuple[int, int, int]:
-        return self._at[0], self._at[1], 0
+        return self._at[index][0], self._at[index][1], 0
 
     def is_running(self, index: int) -> bool:
         return True
@@ -98,5 +105,5 @@ class InlineCrew:
         raise AssertionError("timeouts are off in the calling process")
 
     def close(self, timeout_s: float) -> None:
-        if self._dispatcher is not None:
-            self._dispatcher.close()
+        for dispatcher in self._dispatchers.values():
+            dispatcher.close()

@@ -14,8 +14,7 @@ __all__ = ["Lives"]
 
 
 class Lives:
-    def __init__(self, num_envs: int, first_slot: int = 0) -> None:
-        self._first = first_slot  # of this machine, among those of the run
+    def __init__(self, num_envs: int) -> None:
         self._bases: list[int] = [secrets.randbits(128)] * num_envs
         self.incarnations = [0] * num_envs
         self.stickies: list[list[Sticky]] = [[] for _ in range(num_envs)]
@@ -26,7 +25,7 @@ class Lives:
 
     def seed(self, slot: int) -> int:
         """Of the slot's present incarnation."""
-        sequence = np.random.SeedSequence((abs(self._bases[slot]), self._first + slot, self.incarnations[slot]))
+        sequence = np.random.SeedSequence((abs(self._bases[slot]), slot, self.incarnations[slot]))
         return int(sequence.generate_state(1, np.uint32)[0] >> 1)
 
     def remember_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -139,7 +139,6 @@ class SetPolicy(NamedTuple):
     mask: str | None
     seed: int
     info_keys: tuple[str, ...]
-    first_slot: int
 
 
 class LoadWeights(NamedTuple):

@@ -63,7 +63,7 @@ class _Ticket(NamedTuple):
 
 
 class Pool:
-    """A member: the slots of one machine."""
+    """All slots of a run, on the workers of one machine or of many."""
 
     def __init__(
         self,
@@ -74,10 +74,12 @@ class Pool:
         *,
         is_vector: bool,
         events: EventLog,
-        first_slot: int = 0,
+        node_of: list[int] | None = None,
     ) -> None:
         self._crew = crew
         self.slots_of = slots_of
+        self.node_of = [0] * len(slots_of) if node_of is None else node_of
+        """Worker → the machine that it is on: weights go to each machine once."""
         self.num_envs = sum(map(len, slots_of))
         self._worker_of = [w for w, slots in enumerate(slots_of) for _ in slots]
         self._recovery = recovery
@@ -90,7 +92,7 @@ class Pool:
         self.acted: list[Acted] = []  # what the workers' policy did in the step under way
         self._deliveries = 0
         self._book = RestartBook(recovery)
-        self._lives = Lives(self.num_envs, first_slot)
+        self._lives = Lives(self.num_envs)
         self._hangs = HangWatch(len(slots_of))
         self._hung: dict[int, str] = {}  # killed for it; why
         self._pace = PaceWatch()
@@ -566,8 +568,8 @@ class Pool:
     def allocate_arena(self, size: int) -> Any:
         return self._crew.allocate_arena(size)
 
-    def put_weights(self, data: bytes, offset: int) -> None:
-        self._crew.put_weights(data, offset)
+    def put_weights(self, node: int, data: bytes, offset: int) -> None:
+        self._crew.put_weights(node, data, offset)
 
     def incarnations(self, slots: list[int]) -> list[int]:
         return [self._lives.incarnations[slot] for slot in slots]

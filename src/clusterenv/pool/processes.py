@@ -176,7 +176,7 @@ class ProcessCrew:
         self._fragments = mmap.mmap(self._shared.fragments, 0)
         return self._fragments
 
-    def put_weights(self, data: bytes, offset: int) -> None:
+    def put_weights(self, node: int, data: bytes, offset: int) -> None:
         """Write weights where workers can read them; the file grows as needed."""
         view = memoryview(data)
         while view:

@@ -55,8 +55,9 @@ class FragmentStream:
         return self._arrived.popleft()
 
     @property
-    def has_room(self) -> bool:
-        return any(self._free)
+    def with_room(self) -> list[int]:
+        """Workers that have a free place."""
+        return [worker for worker, free in enumerate(self._free) if free]
 
     def put_back(self, item: Item) -> None:
         self._arrived.appendleft(item)

@@ -1,0 +1,18 @@
+"""The contract of a backend: turn a blueprint into a running pool."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.events import EventLog
+from clusterenv.pool import Pool
+from clusterenv.recovery import Recovery
+from clusterenv.spec import Blueprint
+
+__all__ = ["Backend"]
+
+
+class Backend(Protocol):
+    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool: ...
