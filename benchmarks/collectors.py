@@ -78,8 +78,8 @@ def share_of_each_worker(job: Job) -> int:
     return size
 
 
-def clusterenv_collect(job: Job) -> list[Window]:
-    with closing(cluster(job, job.env_id)) as envs:
+def clusterenv_collect(job: Job, network: bool = False) -> list[Window]:
+    with closing(cluster(job, job.env_id, network)) as envs:
         collector = envs.collector(Agent(envs.single_observation_space, envs.single_action_space))
 
         def rollout() -> int:
@@ -205,6 +205,7 @@ def torchrl_envs(job: Job, size: int) -> Any:
 
 COLLECTORS: dict[str, Subject] = {
     "clusterenv-collect": clusterenv_collect,
+    "clusterenv-collect-network": partial(clusterenv_collect, network=True),
     "cleanrl-sync": cleanrl_sync,
     "cleanrl-async": cleanrl_async,
     "rllib": rllib,

@@ -159,16 +159,21 @@ def async_vector(job: Job) -> list[Window]:
     return gymnasium_vector(job, AsyncVectorEnv(makers(job, job.num_envs), shared_memory=True))
 
 
-def cluster(job: Job, env: Any) -> Any:
+def cluster(job: Job, env: Any, network: bool = False) -> Any:
+    """Over a network: a node agent for each worker, on loopback, encrypted as always."""
     import clusterenv
 
-    backend = clusterenv.Local(workers=job.workers)
+    backend = clusterenv.Local(workers=job.workers, network=network, nodes=job.workers if network else 1)
     return clusterenv.ClusterEnv(env, num_envs=job.num_envs, backend=backend)
 
 
 def clusterenv_step(job: Job) -> list[Window]:
     register(job.env_id)
     return gymnasium_vector(job, cluster(job, job.env_id))
+
+
+def clusterenv_network(job: Job) -> list[Window]:
+    return gymnasium_vector(job, cluster(job, job.env_id, network=True))
 
 
 def clusterenv_recv(job: Job) -> list[Window]:
@@ -268,6 +273,7 @@ def ray_actors(job: Job) -> list[Window]:
 SUBJECTS: dict[str, Subject] = {
     "limit": limit,
     "clusterenv": clusterenv_step,
+    "clusterenv-network": clusterenv_network,
     "clusterenv-recv": clusterenv_recv,
     "clusterenv-envpool": clusterenv_envpool,
     "sync": sync_vector,

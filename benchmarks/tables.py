@@ -12,7 +12,8 @@ from typing import Any
 
 LIMIT = "limit"
 PEERS = ("sync", "async", "subproc", "ray", "envpool")
-COLLECTORS = ("clusterenv-collect", "cleanrl-sync", "cleanrl-async", "rllib", "torchrl")
+PEER_COLLECTORS = ("cleanrl-sync", "cleanrl-async", "rllib", "torchrl")
+COLLECTORS = ("clusterenv-collect", "clusterenv-collect-network", *PEER_COLLECTORS)
 """Subjects that act with a policy: those of `collectors.py`."""
 STREAMS = ("stream-learn", "rollout-learn", "stream-uneven", "stream-alone")
 """Subjects of `streams.py`."""
@@ -20,6 +21,7 @@ ACTING = "A 64-64 tanh policy in torch acts; sampled actions and their log-proba
 LABELS = {
     LIMIT: "limit: a bare loop per worker, nothing sent",
     "clusterenv": "**clusterenv**, `step`",
+    "clusterenv-network": "**clusterenv**, `step`, a node agent per worker",
     "clusterenv-recv": "**clusterenv**, `send`/`recv`",
     "clusterenv-envpool": "**clusterenv**, EnvPool in the workers",
     "sync": "Gymnasium SyncVectorEnv",
@@ -28,6 +30,7 @@ LABELS = {
     "ray": "Ray, a SyncVectorEnv in an actor per worker",
     "envpool": "EnvPool alone (C++ environments), a thread per worker",
     "clusterenv-collect": "**clusterenv**, `collector.rollout`",
+    "clusterenv-collect-network": "**clusterenv**, `collector.rollout`, a node agent per worker",
     "cleanrl-sync": "CleanRL's loop on SyncVectorEnv",
     "cleanrl-async": "CleanRL's loop on AsyncVectorEnv, a process each",
     "rllib": "RLlib, an EnvRunner per worker",
@@ -77,6 +80,8 @@ class Series:
 Results = dict[str, dict[str, Series]]
 """Table name → subject → series."""
 
+ACTORS = (LIMIT, "clusterenv-collect", *PEER_COLLECTORS)
+NETWORK = "Two node agents on loopback, everything encrypted, against shared memory."
 TABLES = (
     Table("CartPole-v1", "CartPole-v1", 64, (LIMIT, "clusterenv", *PEERS)),
     Table("LunarLander-v3", "LunarLander-v3", 64, (LIMIT, "clusterenv", *PEERS)),
@@ -90,8 +95,24 @@ TABLES = (
         ours="clusterenv-recv",
         workers=16,
     ),
-    Table("collect-CartPole-v1", "CartPole-v1", 64, (LIMIT, *COLLECTORS), ours="clusterenv-collect", note=ACTING),
-    Table("collect-LunarLander-v3", "LunarLander-v3", 64, (LIMIT, *COLLECTORS), ours="clusterenv-collect", note=ACTING),
+    Table("collect-CartPole-v1", "CartPole-v1", 64, ACTORS, ours="clusterenv-collect", note=ACTING),
+    Table("collect-LunarLander-v3", "LunarLander-v3", 64, ACTORS, ours="clusterenv-collect", note=ACTING),
+    Table(
+        "network-step",
+        "LunarLander-v3",
+        64,
+        ("clusterenv-network", "clusterenv"),
+        ours="clusterenv-network",
+        note=NETWORK,
+    ),
+    Table(
+        "network-collect",
+        "LunarLander-v3",
+        64,
+        ("clusterenv-collect-network", "clusterenv-collect"),
+        ours="clusterenv-collect-network",
+        note=NETWORK,
+    ),
     Table(
         "stream-learn",
         "LunarLander-v3",
@@ -128,6 +149,8 @@ GOALS = (
     Goal("collect-LunarLander-v3", "clusterenv-collect", "torchrl", 6.0),
     Goal("collect-LunarLander-v3", "clusterenv-collect", "cleanrl-async", 3.0),
     Goal("collect-LunarLander-v3", "clusterenv-collect", "cleanrl-sync", 1.8),
+    Goal("network-step", "clusterenv-network", "clusterenv", 0.7),
+    Goal("network-collect", "clusterenv-collect-network", "clusterenv-collect", 0.9),
     Goal("stream-learn", "stream-learn", "rollout-learn", 1.3),
     Goal("stream-uneven", "stream-uneven", "stream-alone", 0.9),
 )

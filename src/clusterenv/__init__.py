@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from clusterenv.backends import Local
+from clusterenv._version import __version__
+from clusterenv.backends import Local, Manual
 from clusterenv.batch import Rollout
 from clusterenv.collector import Collector
 from clusterenv.env import ClusterEnv, make_vec
@@ -13,8 +14,13 @@ from clusterenv.errors import (
     CrashLoopError,
     DeadlineError,
     EnvError,
+    KeyFileError,
+    NodeLostError,
+    NotPlainError,
     PolicyError,
+    ProtocolError,
     SpecError,
+    StartError,
     UsageError,
     WorkerLostError,
 )
@@ -23,8 +29,6 @@ from clusterenv.policy.numpy import NumpyPolicy, RandomPolicy
 from clusterenv.policy.sync import APS, Always, Every, Never
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Vector
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ClusterEnv",
@@ -39,6 +43,7 @@ __all__ = [
     "Every",
     "Never",
     "Local",
+    "Manual",
     "Recovery",
     "Vector",
     "Event",
@@ -48,10 +53,16 @@ __all__ = [
     "CrashLoopError",
     "DeadlineError",
     "EnvError",
+    "KeyFileError",
+    "NodeLostError",
+    "NotPlainError",
     "PolicyError",
+    "ProtocolError",
     "SpecError",
+    "StartError",
     "UsageError",
     "WorkerLostError",
+    "__version__",
 ]
 
 

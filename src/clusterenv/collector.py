@@ -12,12 +12,12 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-import cloudpickle
 import numpy as np
 from gymnasium import Space
 
 from clusterenv.assembly import Part, put_together, size_of
 from clusterenv.batch import Evaluation, Receipt, Rollout, map_arrays
+from clusterenv.code import dumps
 from clusterenv.errors import PolicyError, UsageError
 from clusterenv.events import Event, emit
 from clusterenv.policy import as_policy, codec
@@ -42,6 +42,7 @@ class Home(Protocol):
     """What a collector needs of the environments that it is attached to (`ClusterEnv`)."""
 
     attached: Collector | None
+    is_remote: bool
     single_observation_space: Space[Any]
     single_action_space: Space[Any]
 
@@ -76,7 +77,7 @@ class Collector:
         prepared = self._policy.prepare(envs.single_observation_space, envs.single_action_space)
         emit(logging.INFO, f"policy recognised: {prepared.description}")
         try:
-            recipe = cloudpickle.dumps(prepared.recipe)
+            recipe = dumps(prepared.recipe, by_value=envs.is_remote)
         except Exception as error:  # pickling runs user code (__reduce__), which may raise anything
             raise PolicyError(f"the policy cannot be pickled, so it cannot travel to the workers: {error!r}") from error
         own_seed = secrets.randbits(128) if seed is None else seed

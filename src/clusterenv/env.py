@@ -70,15 +70,16 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         env_kwargs: Mapping[str, Any] | None = None,
         copy: bool = True,
     ) -> None:
-        plan = blueprint(env, num_envs, env_kwargs)
+        backend = Local() if backend is None else backend
+        plan = blueprint(env, num_envs, env_kwargs, by_value=backend.is_remote)
         mode = _autoreset_mode(autoreset_mode)
         if mode is None and not plan.is_vector:
             mode = AutoresetMode.NEXT_STEP
-        backend = Local() if backend is None else backend
         recovery = Recovery() if recovery is None else recovery
         self.num_envs = plan.num_envs
         self.copy = copy
         self.spec: EnvSpec | None = plan.spec
+        self.is_remote = backend.is_remote
         self._events = EventLog()
         pool = backend.start(plan, mode, recovery, self._events)
         self._pool = pool

@@ -19,6 +19,11 @@ __all__ = [
     "CrashLoopError",
     "WorkerLostError",
     "DeadlineError",
+    "NodeLostError",
+    "StartError",
+    "KeyFileError",
+    "NotPlainError",
+    "ProtocolError",
 ]
 
 
@@ -90,3 +95,23 @@ class WorkerLostError(ClusterEnvError, RuntimeError):
 
 class DeadlineError(ClusterEnvError, TimeoutError):
     """A call's deadline passed. The message names who was awaited; the request is still under way."""
+
+
+class StartError(ClusterEnvError, RuntimeError):
+    """The nodes of a cluster did not all come up. The message names those missing, and what is known of them."""
+
+
+class NodeLostError(WorkerLostError):
+    """A node is gone, and neither it nor a replacement came back in time."""
+
+
+class KeyFileError(ClusterEnvError, OSError):
+    """A key file that others can read or could have made: nothing was started with it."""
+
+
+class NotPlainError(ClusterEnvError, TypeError):
+    """Something other than plain data was to travel over the network; the message says where it is."""
+
+
+class ProtocolError(ClusterEnvError, ValueError):
+    """The other side of a connection sent what the protocol does not know. Its fault, not yours."""

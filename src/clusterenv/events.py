@@ -37,12 +37,14 @@ class Event:
     time_s: float = field(default_factory=time.time)
 
     def __str__(self) -> str:
-        where = [f"slot {self.slots[0]}" if len(self.slots) == 1 else f"slots {_spans(self.slots)}"]
+        where = []
+        if self.slots:
+            where.append(f"slot {self.slots[0]}" if len(self.slots) == 1 else f"slots {_spans(self.slots)}")
         for name in ("phase", "incarnation", "seed", "step"):
             value = getattr(self, name)
             if value is not None:
                 where.append(f"{name} {value}")
-        text = f"{self.kind}: {self.reason} ({', '.join(where)})"
+        text = f"{self.kind}: {self.reason}" + (f" ({', '.join(where)})" if where else "")
         return f"{text}\n{self.detail.rstrip()}" if self.detail else text
 
 

@@ -5,16 +5,19 @@ Enters: the first argument of `ClusterEnv`. Leaves: a `Blueprint`, which the poo
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import gymnasium as gym
-from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.vector import VectorEnv
 
+from clusterenv.code import dumps, is_own
 from clusterenv.errors import SpecError
 
 __all__ = ["Blueprint", "MakeFromSpec", "Vector", "blueprint"]
@@ -56,8 +59,13 @@ class MakeFromSpec:
         return gym.make(self.spec, **{"disable_env_checker": True, **self.kwargs, "render_mode": "rgb_array"})
 
 
-def blueprint(env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | None) -> Blueprint:
-    """Turn what the user passed into a `Blueprint`, or say what is wrong with it."""
+def blueprint(
+    env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | None, by_value: bool = False
+) -> Blueprint:
+    """Turn what the user passed into a `Blueprint`, or say what is wrong with it.
+
+    `by_value`: it goes to machines that may not have the user's files, so these go along.
+    """
     if num_envs is not None and (isinstance(num_envs, bool) or not isinstance(num_envs, int)):
         raise SpecError(f"num_envs={num_envs!r}: expected a whole number")
     if num_envs is not None and num_envs < 1:
@@ -65,22 +73,24 @@ def blueprint(env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | No
 
     if isinstance(env, (str, EnvSpec)):
         spec = _resolve(env)
+        if by_value:
+            spec = _with_own_class(spec)
         maker = MakeFromSpec(spec, dict(env_kwargs or {}))
-        return Blueprint(num_envs or 1, _dumps(maker, f"env_kwargs of {spec.id}"), False, spec, spec.id)
+        return Blueprint(num_envs or 1, _dumps(maker, f"env_kwargs of {spec.id}", by_value), False, spec, spec.id)
 
     if env_kwargs:
         raise SpecError("env_kwargs goes with an environment id; put the arguments into the thunk: lambda: make(...)")
     if isinstance(env, Vector):
         if num_envs is None:
             raise SpecError("Vector(fn) needs num_envs: ClusterEnv(Vector(fn), num_envs=...)")
-        return Blueprint(num_envs, _dumps(env, "Vector(fn)"), True, None, "Vector")
+        return Blueprint(num_envs, _dumps(env, "Vector(fn)", by_value), True, None, "Vector")
     if isinstance(env, gym.Env):
         raise SpecError(
             f"env is an environment ({env}); pass a function that makes one, so that every worker can: "
             "ClusterEnv(lambda: MyEnv(...), num_envs=...)"
         )
     if callable(env):
-        return Blueprint(num_envs or 1, _dumps(env, "the environment function"), False, None, _name(env))
+        return Blueprint(num_envs or 1, _dumps(env, "the environment function", by_value), False, None, _name(env))
     if isinstance(env, Sequence):
         thunks = list(env)
         if not thunks:
@@ -90,7 +100,7 @@ def blueprint(env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | No
                 raise SpecError(f"env[{i}] is {thunk!r}: expected a function that makes an environment")
         if num_envs is not None and num_envs != len(thunks):
             raise SpecError(f"num_envs={num_envs} but env has {len(thunks)} thunks: leave num_envs out")
-        return Blueprint(len(thunks), _dumps_list(thunks), False, None, _name(thunks[0]))
+        return Blueprint(len(thunks), _dumps_list(thunks, by_value), False, None, _name(thunks[0]))
     raise SpecError(
         f"env is {type(env).__name__}: expected an id, an EnvSpec, a function, a list of functions, or Vector(fn)"
     )
@@ -106,24 +116,36 @@ def _resolve(env: str | EnvSpec) -> EnvSpec:
         raise SpecError(f"unknown environment id {env!r}: {error}") from error
 
 
-def _dumps(value: Any, what: str) -> bytes:
+def _with_own_class(spec: EnvSpec) -> EnvSpec:
+    """An entry point "module:Class" in a file of the user's cannot be imported elsewhere: the class itself goes."""
+    entry = spec.entry_point
+    if not isinstance(entry, str):
+        return spec
+    with contextlib.suppress(ImportError, AttributeError):
+        creator = load_env_creator(entry)
+        if is_own(sys.modules.get(entry.split(":")[0])):
+            spec = copy.copy(spec)
+            spec.entry_point = creator  # type: ignore[assignment]
+    return spec
+
+
+def _dumps(value: Any, what: str, by_value: bool) -> bytes:
     try:
-        data = cloudpickle.dumps(value)
+        return dumps(value, by_value)
     except Exception as error:  # pickling runs user code (__reduce__), which may raise anything
         raise SpecError(
             f"{what} cannot be sent to a worker: {error}. It captures something that cannot be pickled "
             "(a lock, an open file, a live environment): create that inside the function instead."
         ) from error
-    return bytes(data)
 
 
-def _dumps_list(thunks: list[Callable[[], Any]]) -> bytes:
+def _dumps_list(thunks: list[Callable[[], Any]], by_value: bool) -> bytes:
     try:
-        return bytes(cloudpickle.dumps(thunks))
+        return dumps(thunks, by_value)
     except Exception:  # which one it was is worth a second try, one by one
         for i, thunk in enumerate(thunks):
-            _dumps(thunk, f"env[{i}]")
-        return _dumps(thunks, "the list of environment functions")
+            _dumps(thunk, f"env[{i}]", by_value)
+        return _dumps(thunks, "the list of environment functions", by_value)
 
 
 def _name(maker: Callable[..., Any]) -> str:

@@ -48,6 +48,7 @@ class Virtual:
 
     nodes: int
     periods: tuple[float, ...] | None = None
+    is_remote = False
 
     def __post_init__(self) -> None:
         if self.nodes < 1:

@@ -1,5 +1,6 @@
-"""Where the environments run. A backend is data; it turns a plan into a running member."""
+"""Where environments run."""
 
 from clusterenv.backends.local import Local
+from clusterenv.backends.manual import Manual
 
-__all__ = ["Local"]
+__all__ = ["Local", "Manual"]

@@ -15,4 +15,9 @@ __all__ = ["Backend"]
 
 
 class Backend(Protocol):
+    @property
+    def is_remote(self) -> bool:
+        """Whether code has to travel to machines that may not have the user's files."""
+        ...
+
     def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool: ...

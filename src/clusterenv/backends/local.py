@@ -32,6 +32,9 @@ class Local:
             None leaves the environment variables alone.
         preload: modules that are imported once, before the workers are forked from that process, so that they
             share it. `("torch",)` pays for many workers that run a torch policy; one per core hardly notice.
+        network: run `nodes` node agents on this machine and talk to them over TCP, as to a cluster: to try that path.
+        nodes: how many, with `workers / nodes` workers each.
+        heartbeat, move_after_s: as in `Manual`.
 
     Example:
         >>> import clusterenv as ce
@@ -44,14 +47,28 @@ class Local:
     workers: int | None = None
     threads_per_worker: int | None = 1
     preload: tuple[str, ...] = ()
+    network: bool = False
+    nodes: int = 1
+    heartbeat: tuple[float, float, float] = (1.0, 10.0, 60.0)
+    move_after_s: float | None = 30.0
+
+    @property
+    def is_remote(self) -> bool:
+        return self.network
 
     def __post_init__(self) -> None:
+        if self.nodes < 1 or (self.nodes > 1 and not self.network):
+            raise SpecError(f"Local(nodes={self.nodes}): several nodes on this machine need network=True")
+        if self.network and self.workers == 0:
+            raise SpecError("Local(network=True, workers=0): nodes have worker processes, at least one each")
         if self.workers is not None and self.workers < 0:
             raise SpecError(f"Local(workers={self.workers}): expected 0 (this process) or more")
         if self.threads_per_worker is not None and self.threads_per_worker < 1:
             raise SpecError(f"Local(threads_per_worker={self.threads_per_worker}): expected 1 or more")
 
     def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
+        if self.network:
+            return self._start_network(blueprint, mode, recovery, events)
         n = blueprint.num_envs
         if self.workers == 0:
             inline = InlineCrew(blueprint, mode, recovery.check)
@@ -72,6 +89,30 @@ class Local:
             blueprint, workers, mode, recovery.check, self.threads_per_worker, spin_s, slots_of, tuple(self.preload)
         )
         return Pool(crew, slots_of, mode, recovery, is_vector=blueprint.is_vector, events=events)
+
+    def _start_network(
+        self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog
+    ) -> Pool:
+        from clusterenv.backends import network
+        from clusterenv.backends.agents import AgentProcesses
+        from clusterenv.head.head import Timing
+
+        workers = self.workers or max(self.nodes, min(len(os.sched_getaffinity(0)), blueprint.num_envs))
+        if workers % self.nodes:
+            raise SpecError(f"Local(workers={workers}, nodes={self.nodes}): every node has as many workers")
+        timing = Timing(*self.heartbeat, self.move_after_s)
+        cluster = network.Cluster(
+            self.nodes,
+            workers // self.nodes,
+            "127.0.0.1",
+            threads_per_worker=self.threads_per_worker,
+            preload=self.preload,
+            timing=timing,
+            oversubscribe=True,
+        )
+        return network.start(
+            cluster, lambda plan: AgentProcesses(plan, timing.dead_after_s), blueprint, mode, recovery, events
+        )
 
 
 def split(num_envs: int, workers: int) -> list[list[int]]:

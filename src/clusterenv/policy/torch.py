@@ -96,7 +96,7 @@ class TorchPolicy:
             acting = None
         self._travels = self._names(clone, self._acting or acting)
         self._verify_acting(clone, forward, obs)
-        recipe = _TorchRecipe(clone, forward, self._initial_state, family.num_params, self._travels)
+        recipe = _TorchRecipe(_hollow(clone), forward, self._initial_state, family.num_params, self._travels)
         return Prepared(recipe, family, self._mask, description, self._initial_state is not None)
 
     def weights(self) -> Weights:
@@ -181,6 +181,7 @@ class _TorchRecipe:
     names: tuple[str, ...]
 
     def build(self) -> _TorchActor:
+        _fill(self.module)
         return _TorchActor(self)
 
 
@@ -326,6 +327,31 @@ def _snapshot(module: Any) -> Any:
         parameter.requires_grad_(False)
         parameter.grad = None
     return clone
+
+
+def _hollow(module: Any) -> Any:
+    """The module without its weights: they travel with each version, and once per machine, not with every worker."""
+    places: dict[int, Any] = {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and name not in part._non_persistent_buffers_set:
+                    if id(tensor) not in places:
+                        places[id(tensor)] = tensor.to("meta")
+                    tensors[name] = places[id(tensor)]
+    return module
+
+
+def _fill(module: Any) -> None:
+    places: dict[int, Any] = {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    if id(tensor) not in places:
+                        places[id(tensor)] = torch.zeros_like(tensor, device="cpu")
+                    filled = places[id(tensor)]
+                    tensors[name] = torch.nn.Parameter(filled, False) if tensors is part._parameters else filled
 
 
 def _sample(space: Space[Any]) -> Any:

@@ -142,6 +142,7 @@ class _Server:
                     setup["mode"],
                     setup["check"],
                     setup["spin_s"],
+                    setup["plain"],
                 )
             except BaseException:
                 os.write(2, traceback.format_exc().encode())

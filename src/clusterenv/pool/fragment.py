@@ -40,10 +40,11 @@ from clusterenv.pool.messages import (
     Step,
 )
 
-__all__ = ["TICK", "FragmentLoop"]
+__all__ = ["STOP", "TICK", "FragmentLoop"]
 
-TICK = 3
-"""Which progress word counts steps: one environment alone would otherwise look as if it stood still."""
+TICK, STOP = 3, 4
+"""Which progress word counts steps: one environment alone would otherwise look as if it stood still; and which
+asks a fragment to end early, because the machine is about to go."""
 
 
 class FragmentLoop:
@@ -158,6 +159,10 @@ class FragmentLoop:
         clock = time.perf_counter
 
         for t in range(request.num_steps):
+            if at[STOP]:
+                for k in range(count):
+                    columns.lose(t, k)
+                break
             at[TICK] = t
             at[1] = POLICY
             begin = clock()

@@ -10,7 +10,9 @@ from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.pool.arena import ArenaLayout
 from clusterenv.pool.dispatch import Dispatcher
+from clusterenv.pool.layout import Layout
 from clusterenv.pool.messages import Close
 from clusterenv.pool.worker import PROGRESS_BYTES
 from clusterenv.spec import Blueprint, load_makers
@@ -54,14 +56,17 @@ class InlineCrew:
             self._makers, self._mode, self._check, self._at[index], self._memory[index]
         )
 
-    def allocate(self, size: int) -> bytearray:
-        rows = bytearray(size)
+    def can_start(self, index: int) -> bool:
+        return True
+
+    def allocate(self, layout: Layout) -> bytearray:
+        rows = bytearray(layout.size)
         for memory in self._memory:
             memory.row_bytes = rows
         return rows
 
-    def allocate_arena(self, size: int) -> mmap.mmap:
-        arena = mmap.mmap(-1, size)
+    def allocate_arena(self, layout: ArenaLayout) -> mmap.mmap:
+        arena = mmap.mmap(-1, layout.size)
         for memory in self._memory:
             memory.arena = arena
         return arena
@@ -94,6 +99,9 @@ class InlineCrew:
 
     def progress(self, index: int) -> tuple[int, int, int]:
         return self._at[index][0], self._at[index][1], 0
+
+    def stats(self) -> dict[str, Any]:
+        return {}
 
     def is_running(self, index: int) -> bool:
         return True

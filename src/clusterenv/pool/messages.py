@@ -1,17 +1,16 @@
-"""Every message between the head's pool and a worker, and their framing on a socket pair.
-
-Both ends run on one machine under one user, over an inherited descriptor, so bodies are pickled. Nothing here
-is ever read from a network.
+"""Every message between a pool and a worker, and their framing on a socket pair.
 
 A frame is `<u32 length><u8 kind><body>`. The two messages of the hot loop (`step all your slots`, `done`) carry
-just a request number.
+just a request number. Other bodies are pickled, because both ends run on one machine under one user, over an inherited
+descriptor; but for the answers of a node's workers, which go on to the head as plain data (`Raw`).
 """
 
 from __future__ import annotations
 
 import pickle
 import struct
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import cloudpickle
 
@@ -28,6 +27,7 @@ __all__ = [
     "FrameReader",
     "LoadWeights",
     "MapArena",
+    "Raw",
     "Reply",
     "Reset",
     "RunFragment",
@@ -36,12 +36,15 @@ __all__ = [
     "SetPolicy",
     "Step",
     "encode",
+    "encode_plain",
     "encode_quick",
+    "plain",
 ]
 
 _HEAD = struct.Struct("<IB")
 _QUICK = struct.Struct("<IBI")
-_PICKLED, _NUMBER = 0, 1
+_PICKLED, _NUMBER, _PLAIN = 0, 1, 2
+_RAW = struct.Struct("<IBH")
 
 
 class Sticky(NamedTuple):
@@ -264,6 +267,37 @@ class Reply(NamedTuple):
     """False while more rows of the same request will follow."""
 
 
+class Raw(NamedTuple):
+    """An answer that is passed on unopened."""
+
+    request: int
+    last: bool
+    slots: tuple[int, ...]
+    body: bytes
+
+
+def encode_plain(message: Any, other: Literal["refuse", "repr"] = "refuse") -> bytes:
+    """An answer for the network: no pickle. NotPlainError where it holds what is not plain data."""
+    body: bytes = plain().pack(message, other)
+    slots = getattr(message, "slots", ())
+    head = _RAW.pack(message.request, getattr(message, "last", True), len(slots))
+    body = head + struct.pack(f"<{len(slots)}I", *slots) + body
+    return _HEAD.pack(len(body) + 1, _PLAIN) + body
+
+
+@cache
+def plain() -> Any:
+    """The codec of what workers answer."""
+    from gymnasium.spaces import GraphInstance
+    from gymnasium.vector import AutoresetMode
+
+    from clusterenv.infos import Column
+    from clusterenv.protocol.plain import Codec
+
+    structs = [Reply, Fault, Built, FragmentResult, Finals, DriftSamples, Acted, Episode, Column, GraphInstance]
+    return Codec(structs, [AutoresetMode])
+
+
 def encode(message: NamedTuple) -> bytes:
     try:
         body = pickle.dumps(message, 5)
@@ -274,6 +308,12 @@ def encode(message: NamedTuple) -> bytes:
 
 def encode_quick(request: int) -> bytes:
     return _QUICK.pack(5, _NUMBER, request)
+
+
+def _raw(body: bytes) -> Raw:
+    request, last, count = _RAW.unpack_from(body)
+    end = _RAW.size + 4 * count
+    return Raw(request, bool(last), struct.unpack_from(f"<{count}I", body, _RAW.size), body[end:])
 
 
 class FrameReader:
@@ -293,7 +333,10 @@ class FrameReader:
             if len(self._buffer) - start < 4 + length:
                 break
             body = bytes(memoryview(self._buffer)[start + 5 : start + 4 + length])
-            messages.append(struct.unpack("<I", body)[0] if kind == _NUMBER else pickle.loads(body))
+            if kind == _NUMBER:
+                messages.append(struct.unpack("<I", body)[0])
+            else:
+                messages.append(_raw(body) if kind == _PLAIN else pickle.loads(body))
             start += 4 + length
         if start:
             del self._buffer[:start]

@@ -21,10 +21,11 @@ from clusterenv import infos as info_columns
 from clusterenv.errors import DeadlineError, EnvError, PolicyError, SpecError, UsageError, WorkerLostError
 from clusterenv.events import Event, EventLog
 from clusterenv.pool.agreement import agree
+from clusterenv.pool.arena import ArenaLayout
 from clusterenv.pool.collecting import FragmentDesk, of_slots
+from clusterenv.pool.crew import Crew, Exit
 from clusterenv.pool.delivery import Delivery, Rows
 from clusterenv.pool.group import PHASES
-from clusterenv.pool.inline import InlineCrew
 from clusterenv.pool.layout import Buffers, make_layout
 from clusterenv.pool.lives import Lives
 from clusterenv.pool.losses import Losses, Seen
@@ -42,7 +43,6 @@ from clusterenv.pool.messages import (
     SetAttr,
     Step,
 )
-from clusterenv.pool.processes import Exit, ProcessCrew
 from clusterenv.pool.watch import HangWatch, PaceWatch
 from clusterenv.recovery import Recovery, RestartBook
 
@@ -67,7 +67,7 @@ class Pool:
 
     def __init__(
         self,
-        crew: ProcessCrew | InlineCrew,
+        crew: Crew,
         slots_of: list[list[int]],
         mode: AutoresetMode | None,
         recovery: Recovery,
@@ -140,7 +140,7 @@ class Pool:
         if self.is_vector and (not layout.actions_are_shared or any(leaf.dtype is None for leaf in layout.obs)):
             raise SpecError("Vector(fn) takes spaces of a fixed size only (no Text, Sequence, Graph)")
         self.layout = layout
-        buffers = Buffers(layout, self._crew.allocate(layout.size))
+        buffers = Buffers(layout, self._crew.allocate(layout))
         self._rows = Delivery(self.num_envs, self.single_observation_space, buffers)
         for worker in range(len(self.slots_of)):
             self._attach(worker)
@@ -508,7 +508,7 @@ class Pool:
         """Start what is due: workers first, then the environments of running workers."""
         now, losses = time.monotonic(), self._losses
         for worker, when in list(losses.respawn.items()):
-            if when <= now:
+            if when <= now and self._crew.can_start(worker):
                 del losses.respawn[worker]
                 self._crew.start(worker)
                 slots = self.slots_of[worker]
@@ -565,8 +565,8 @@ class Pool:
     def tell(self, worker: int, message: Any) -> None:
         self._crew.send(worker, message)
 
-    def allocate_arena(self, size: int) -> Any:
-        return self._crew.allocate_arena(size)
+    def allocate_arena(self, layout: ArenaLayout) -> Any:
+        return self._crew.allocate_arena(layout)
 
     def put_weights(self, node: int, data: bytes, offset: int) -> None:
         self._crew.put_weights(node, data, offset)
@@ -625,6 +625,7 @@ class Pool:
             "slow_slots": sorted(self._pace.slow),
             "step_time_s": self.buffers.pace_s.copy(),
             "incarnations": np.array(self._lives.incarnations),
+            **self._crew.stats(),
         }
 
     def refuse_partial_vector(self, slots: list[int]) -> None:

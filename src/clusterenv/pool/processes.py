@@ -13,25 +13,29 @@ import os
 import pickle
 import re
 import select
-import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.errors import ClusterEnvError, SpecError
 from clusterenv.events import emit
-from clusterenv.pool.fragment import TICK
+from clusterenv.pool.arena import ArenaLayout
+from clusterenv.pool.crew import Exit
+from clusterenv.pool.ends import how_it_ended
+from clusterenv.pool.fragment import STOP, TICK
+from clusterenv.pool.layout import Layout
 from clusterenv.pool.messages import Close, FrameReader, encode, encode_quick
 from clusterenv.pool.worker import BELL, PROGRESS_BYTES, SharedMemory
 from clusterenv.spec import Blueprint
 
-__all__ = ["Exit", "ProcessCrew"]
+__all__ = ["ProcessCrew"]
 
 _PROGRESS_WORDS = PROGRESS_BYTES // 4
 
@@ -39,13 +43,6 @@ _TAKE_TIMEOUT = struct.pack("@ll", 0, 250_000)
 """A timeval: how long the hot loop waits for one worker before it looks at all of them."""
 
 _TAG = re.compile("^\x00(-?\\d+)\x00(.*)$")
-
-
-class Exit(NamedTuple):
-    """A worker process is gone."""
-
-    reason: str
-    tail: str
 
 
 class _Link:
@@ -74,6 +71,8 @@ class ProcessCrew:
         spin_s: float,
         slots_of: list[list[int]],
         preload: tuple[str, ...] = (),
+        on_output: Callable[[int, str], None] | None = None,
+        plain: Literal["refuse", "repr"] | None = None,
     ) -> None:
         self._blueprint = blueprint
         self._mode = mode
@@ -82,11 +81,13 @@ class ProcessCrew:
         self._spin_s = spin_s
         self._slots_of = slots_of
         self._preload = preload
+        self._on_output = on_output or self._log_output
+        self._plain = plain  # workers answer in plain data, which is handed on unopened
         self._owner = os.getpid()
         self._links: dict[int, _Link] = {}
         self._losing: dict[int, float] = {}  # closed their channel; the fork server's report is awaited, since when
         self._by_fd: dict[int, int] = {}
-        self._poller = select.poll()
+        self._poller = select.epoll()
         self._control: socket.socket | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self._server_said: list[str] = []
@@ -113,7 +114,7 @@ class ProcessCrew:
             self._tell(("spawn", index), [theirs.fileno(), *self._shared])
         self._links[index] = _Link(ours)
         self._by_fd[ours.fileno()] = index
-        self._poller.register(ours, select.POLLIN)
+        self._poller.register(ours, select.EPOLLIN)
 
     def _start_server(self) -> None:
         if not sys.executable:
@@ -135,7 +136,7 @@ class ProcessCrew:
                 start_new_session=True,  # Ctrl-C in the terminal reaches the head alone, which then closes
             )
         self._control = ours
-        self._poller.register(ours, select.POLLIN)
+        self._poller.register(ours, select.EPOLLIN)
         spec = self._blueprint.spec
         entry = spec.entry_point if spec is not None else None
         setup = {
@@ -146,6 +147,7 @@ class ProcessCrew:
             "mode": self._mode,
             "check": self._check,
             "spin_s": self._spin_s,
+            "plain": self._plain,
         }
         payload_fd = os.memfd_create("clusterenv-setup")
         try:
@@ -161,15 +163,18 @@ class ProcessCrew:
         with contextlib.suppress(ConnectionError):  # a dead server is noticed by its end of file
             socket.send_fds(self._control, [pickle.dumps(message)], fds)
 
-    def allocate(self, size: int) -> mmap.mmap:
+    def can_start(self, index: int) -> bool:
+        return True
+
+    def allocate(self, layout: Layout) -> mmap.mmap:
         """The shared memory of the rows, which every worker maps when it is told the layout."""
-        os.ftruncate(self._shared.rows, size)
+        os.ftruncate(self._shared.rows, layout.size)
         self._memory = mmap.mmap(self._shared.rows, 0)
         return self._memory
 
-    def allocate_arena(self, size: int) -> mmap.mmap:
+    def allocate_arena(self, layout: ArenaLayout) -> mmap.mmap:
         """The shared memory of fragments; mapped by workers when they are told its layout. Only ever grows."""
-        os.ftruncate(self._shared.fragments, max(size, os.fstat(self._shared.fragments).st_size))
+        os.ftruncate(self._shared.fragments, max(layout.size, os.fstat(self._shared.fragments).st_size))
         if self._fragments is not None:
             with contextlib.suppress(BufferError):  # the user still holds a view: freed with it
                 self._fragments.close()
@@ -220,6 +225,13 @@ class ProcessCrew:
             self._queue(link, encode(message))
             self._ring_bell(index)
 
+    def forward(self, index: int, frame: bytes) -> None:
+        """A request that was encoded elsewhere."""
+        link = self._links.get(index)
+        if link is not None:
+            self._queue(link, frame)
+            self._ring_bell(index)
+
     def _ring_bell(self, index: int) -> None:
         at = index * _PROGRESS_WORDS + BELL
         self._progress[at] = (self._progress[at] + 1) & 0x7FFF_FFFF
@@ -240,7 +252,7 @@ class ProcessCrew:
             pass
         except ConnectionError:
             link.outbox.clear()
-        wanted = select.POLLIN | (select.POLLOUT if link.outbox else 0)
+        wanted = select.EPOLLIN | (select.EPOLLOUT if link.outbox else 0)
         self._poller.modify(link.sock, wanted)
 
     def wait(self, timeout_s: float) -> list[tuple[int, Any]]:
@@ -251,7 +263,7 @@ class ProcessCrew:
         if self._losing:
             timeout_s = min(timeout_s, 0.1)
         control = self._control.fileno() if self._control is not None else -1
-        for fd, what in self._poller.poll(timeout_s * 1000):
+        for fd, what in self._poller.poll(timeout_s):
             if fd == control:
                 self._read_control(events)
                 continue
@@ -259,9 +271,9 @@ class ProcessCrew:
             if index is None:
                 continue
             link = self._links[index]
-            if what & select.POLLOUT:
+            if what & select.EPOLLOUT:
                 self._push(link)
-            if what & (select.POLLIN | select.POLLHUP | select.POLLERR):
+            if what & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
                 self._read_worker(index, link, events)
         for index in list(self._losing):
             if time.monotonic() - self._losing[index] > 2.0:
@@ -298,7 +310,7 @@ class ProcessCrew:
         if kind == "spawned":
             self._links[rest[0]].pid = rest[1]
         elif kind == "output":
-            self._log_output(rest[0], rest[1])
+            self._on_output(rest[0], rest[1])
         elif kind == "failed":
             raise SpecError(f"the environments' code could not be loaded in a worker:\n{rest[0]}")
         elif kind == "exited":
@@ -309,7 +321,7 @@ class ProcessCrew:
                 if link.lost_at is None:
                     self._read_worker(index, link, events)
                 self._forget(index)
-                events.append((index, Exit(_how_it_ended(status), _untag(tail))))
+                events.append((index, Exit(how_it_ended(os.waitstatus_to_exitcode(status)), _untag(tail))))
 
     def _server_died(self, events: list[tuple[int, Any]]) -> None:
         assert self._control is not None and self._server is not None
@@ -319,13 +331,13 @@ class ProcessCrew:
         code = self._server.wait()
         for index in list(self._links):
             self._forget(index)
-            events.append((index, Exit(f"ended with its fork server ({_how_it_ended_code(code)})", "")))
+            events.append((index, Exit(f"ended with its fork server ({how_it_ended(code)})", "")))
 
     def _forget(self, index: int) -> None:
         link = self._links.pop(index)
         self._losing.pop(index, None)
         del self._by_fd[link.sock.fileno()]
-        with contextlib.suppress(KeyError):
+        with contextlib.suppress(OSError):  # unregistered when its channel ended
             self._poller.unregister(link.sock)
         link.sock.close()
 
@@ -341,10 +353,17 @@ class ProcessCrew:
 
     # -- watching and ending ----------------------------------------------------------------------------------
 
+    def fileno(self) -> int:
+        """Readable when `wait` has something to do."""
+        return self._poller.fileno()
+
     def progress(self, index: int) -> tuple[int, int, int]:
         """(slot, phase, step of a fragment) that the worker is in; slot -1 before it began."""
         at = index * _PROGRESS_WORDS
         return self._progress[at], self._progress[at + 1], self._progress[at + TICK]
+
+    def stats(self) -> dict[str, Any]:
+        return {}
 
     def is_running(self, index: int) -> bool:
         return index in self._links
@@ -356,6 +375,11 @@ class ProcessCrew:
     def kill(self, index: int) -> None:
         """End a hung worker; where it hung comes with its `Exit`."""
         self._tell(("kill", index, True), [])
+
+    def stop_early(self) -> None:
+        """Fragments end after the step that they are in."""
+        for index in self._links:
+            self._progress[index * _PROGRESS_WORDS + STOP] = 1
 
     def close(self, timeout_s: float) -> None:
         """End everything within about `timeout_s` + 4 s, whatever state it is in. Idempotent."""
@@ -397,24 +421,11 @@ class ProcessCrew:
             with contextlib.suppress(BufferError):
                 self._fragments.close()
             self._fragments = None
+        self._poller.close()
         for fd in self._shared:
             if fd >= 0:
                 os.close(fd)
         self._shared = SharedMemory(-1, -1, -1, -1)
-
-
-def _how_it_ended(status: int) -> str:
-    return _how_it_ended_code(os.waitstatus_to_exitcode(status))
-
-
-def _how_it_ended_code(code: int) -> str:
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"killed by {name}"
 
 
 def _untag(text: str) -> str:

@@ -15,13 +15,14 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.errors import NotPlainError
 from clusterenv.pool.dispatch import Dispatcher
-from clusterenv.pool.messages import Close, FrameReader, encode, encode_quick
+from clusterenv.pool.messages import Close, Fault, FrameReader, Reply, encode, encode_plain, encode_quick
 
 __all__ = ["BELL", "PROGRESS_BYTES", "SharedMemory", "run"]
 
@@ -88,6 +89,7 @@ def run(
     mode: AutoresetMode | None,
     check: bool,
     spin_s: float,
+    plain: Literal["refuse", "repr"] | None,
 ) -> None:
     """Serve requests until the head closes the channel."""
     parent = os.getppid()
@@ -109,7 +111,10 @@ def run(
     reader = FrameReader()
 
     def send(reply: Any) -> None:
-        channel.sendall(encode_quick(reply) if isinstance(reply, int) else encode(reply))
+        if isinstance(reply, int):
+            channel.sendall(encode_quick(reply))
+        else:
+            channel.sendall(encode(reply) if plain is None else _for_network(reply, plain))
 
     while True:
         data = receiver.receive()
@@ -122,6 +127,16 @@ def run(
             if isinstance(message, Close):
                 sys.stdout.flush()
                 os._exit(0)
+
+
+def _for_network(reply: Any, other: Literal["refuse", "repr"]) -> bytes:
+    try:
+        return encode_plain(reply, other)
+    except NotPlainError as error:
+        # The fault of whatever environment returned it; which one is in the path that the error names.
+        slots = reply.slots if isinstance(reply, Reply) else []
+        fault = Fault(slots[0] if slots else -1, "step", f"{error}", "", None, 0, 0)
+        return encode_plain(Reply(reply.request, slots, faults=[fault]))
 
 
 class _Receiver:

@@ -1,0 +1,7 @@
+"""`python -m clusterenv`."""
+
+import sys
+
+from clusterenv.cli import main
+
+sys.exit(main())

@@ -1,0 +1,55 @@
+"""Node agents as processes of this machine, over TCP on loopback: the cluster's path without a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+
+from clusterenv.backends.network import Plan, read_tail
+from clusterenv.pool.ends import how_it_ended
+
+__all__ = ["AgentProcesses"]
+
+
+class AgentProcesses:
+    """`Jobs` on this host."""
+
+    def __init__(self, plan: Plan, dead_after_s: float) -> None:
+        self._plan = plan
+        self._options = ["--lease-s", str(plan.lease_s), "--dead-after-s", str(max(dead_after_s, plan.lease_s))]
+        self._agents = [self._start(node) for node in range(len(plan.files))]
+
+    def _start(self, node: int) -> subprocess.Popen[bytes]:
+        with (self._plan.folder / f"node-{node}.log").open("ab") as log:
+            return subprocess.Popen(
+                [*self._plan.command(node), *self._options],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the terminal reaches the head alone, which then closes
+            )
+
+    def ended(self) -> dict[int, str]:
+        codes = {node: agent.poll() for node, agent in enumerate(self._agents)}
+        return {node: f"ended: {how_it_ended(code)}" for node, code in codes.items() if code is not None}
+
+    def replace(self, node: int) -> None:
+        if self._agents[node].poll() is not None:  # else it is alive, and will join again
+            self._agents[node] = self._start(node)
+
+    def log_tail(self, node: int) -> str:
+        return read_tail(self._plan.folder / f"node-{node}.log")
+
+    def pid(self, node: int) -> int:
+        return self._agents[node].pid
+
+    def stop(self) -> None:
+        deadline = time.monotonic() + 3.0
+        for agent in self._agents:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                agent.wait(max(0.05, deadline - time.monotonic()))
+        for agent in self._agents:
+            if agent.poll() is None:
+                agent.kill()
+                agent.wait()

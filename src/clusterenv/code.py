@@ -1,0 +1,57 @@
+"""The user's code on its way to machines that may not have their files: by value where it is not installed.
+
+What `cloudpickle` finds in an importable module it sends by name. A module beside the training script can be imported
+here, but not there; such modules are sent whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+__all__ = ["dumps", "is_own"]
+
+
+def dumps(value: Any, by_value: bool) -> bytes:
+    """Pickled; with `by_value` the user's own modules travel along."""
+    with _own_by_value() if by_value else contextlib.nullcontext():
+        return bytes(cloudpickle.dumps(value))
+
+
+@contextlib.contextmanager
+def _own_by_value() -> Iterator[None]:
+    registered: list[ModuleType] = []
+    for module in list(sys.modules.values()):
+        if is_own(module) and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+            with contextlib.suppress(Exception):  # what it cannot register it would not pickle by value either
+                cloudpickle.register_pickle_by_value(module)
+                registered.append(module)
+    try:
+        yield
+    finally:
+        for module in registered:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def is_own(module: ModuleType | None) -> bool:
+    """Whether a module is the user's own file, rather than something that is installed."""
+    file = getattr(module, "__file__", None)
+    if module is None or not isinstance(file, str) or module.__name__.split(".")[0] in ("clusterenv", "__main__"):
+        return False
+    path = Path(file).resolve()
+    return not any(path.is_relative_to(folder) for folder in _installed())
+
+
+def _installed() -> list[Path]:
+    paths = sysconfig.get_paths()
+    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages(), sys.prefix, sys.base_prefix]
+    return [Path(folder).resolve() for folder in folders if folder]

@@ -1,0 +1,332 @@
+"""Workers on other machines, with the face of local ones: the pool does not know the difference.
+
+The pool reads and writes rows and fragments in memory of this process; every request takes along what its worker has to
+know of it, every answer brings back what the worker wrote. Weights are pulled by each machine once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import mmap
+import os
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.errors import ProtocolError, SpecError
+from clusterenv.events import emit
+from clusterenv.head.head import Head, Weights
+from clusterenv.head.roster import Seated, Unseated
+from clusterenv.pool.arena import Arena, ArenaLayout
+from clusterenv.pool.crew import Exit
+from clusterenv.pool.layout import Buffers, Layout
+from clusterenv.pool.messages import (
+    Built,
+    Close,
+    LoadWeights,
+    Rebuild,
+    Reply,
+    Reset,
+    RunFragment,
+    Step,
+    encode,
+    plain,
+)
+from clusterenv.pool.mirror import read_inputs, write_fragment, write_rows
+from clusterenv.protocol.messages import (
+    Answer,
+    Exited,
+    Failed,
+    Fragments,
+    Host,
+    Kill,
+    Offer,
+    Output,
+    Ring,
+    Rows,
+    Rung,
+    Start,
+    Tell,
+)
+from clusterenv.spec import Blueprint
+
+__all__ = ["RemoteCrew"]
+
+_TAKE_S = 0.25
+_OVERHEAD = 64 << 20
+"""Bytes that an answer may have beside its rows: infos, recorded frames."""
+
+
+class _Asked(NamedTuple):
+    worker: int
+    side: int
+    num_steps: int
+
+
+class RemoteCrew:
+    is_inline = False
+
+    def __init__(
+        self,
+        head: Head,
+        blueprint: Blueprint,
+        slots_of: list[list[int]],
+        seat_of: list[int],
+        mode: AutoresetMode | None,
+        check: bool,
+        *,
+        threads: int | None = 1,
+        preload: tuple[str, ...] = (),
+        other: Literal["refuse", "repr"] = "refuse",
+        stop: Any = None,
+    ) -> None:
+        self._head = head
+        self._payload = blueprint.payload
+        self._slots_of = slots_of
+        self._seat_of = seat_of
+        self._workers = [[w for w, at in enumerate(seat_of) if at == seat] for seat in range(max(seat_of) + 1)]
+        spec = blueprint.spec
+        entry = spec.entry_point if spec is not None else None
+        self._hosts = [
+            Host(
+                seat,
+                tuple((w, tuple(slots_of[w])) for w in workers),
+                blueprint.num_envs,
+                entry if isinstance(entry, str) else None,
+                mode.value if mode else None,
+                check,
+                threads,
+                preload,
+                other,
+            )
+            for seat, workers in enumerate(self._workers)
+        ]
+        self._stop = stop
+        self._owner = os.getpid()
+        self._seated = {seat for seat in range(len(self._workers)) if head.roster.holder(seat) is not None}
+        self._hosted: set[int] = set()
+        self._running: set[int] = set()
+        self._asked: dict[tuple[int, int], _Asked] = {}  # fragments under way, by (worker, request)
+        self._weights: list[dict[int, Weights]] = [{} for _ in self._workers]  # per seat: place → what lies there
+        self._offered: list[set[int]] = [set() for _ in self._workers]  # places whose weights were offered
+        self._offers = 0
+        self._buffers: Buffers | None = None
+        self._arena: Arena | None = None
+        self._layouts: list[tuple[Any, bytes]] = []
+        self._events: list[tuple[int, Any]] = []
+        head.seat_events.clear()  # those before this moment are in `_seated`
+
+    # -- starting ---------------------------------------------------------------------------------------------
+
+    def can_start(self, index: int) -> bool:
+        return self._seat_of[index] in self._seated
+
+    def start(self, index: int) -> None:
+        seat = self._seat_of[index]
+        if seat not in self._hosted:
+            self._hosted.add(seat)
+            self._offered[seat].clear()
+            self._head.send(seat, self._hosts[seat], [self._payload])
+            for kind, layout in self._layouts:
+                self._head.send(seat, kind(seat), [layout])
+        self._head.send(seat, Start(seat, index))
+        self._running.add(index)
+
+    def allocate(self, layout: Layout) -> bytearray:
+        memory = bytearray(layout.size)
+        self._buffers = Buffers(layout, memory)
+        self._announce(Rows, layout)
+        return memory
+
+    def allocate_arena(self, layout: ArenaLayout) -> mmap.mmap:
+        memory = mmap.mmap(-1, layout.size)
+        self._arena = Arena(layout, memory)
+        self._head.message_limit = layout.side_bytes + _OVERHEAD
+        self._announce(Fragments, layout)
+        return memory
+
+    def _announce(self, kind: Any, layout: Any) -> None:
+        data = msgspec.msgpack.encode(layout)
+        self._layouts = [entry for entry in self._layouts if entry[0] is not kind] + [(kind, data)]
+        for seat in self._hosted:
+            self._head.send(seat, kind(seat), [data])
+
+    def put_weights(self, node: int, data: bytes, offset: int) -> None:
+        self._offers += 1
+        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+        self._weights[node][offset] = Weights(self._offers, data, digest)
+        self._offered[node].discard(offset)
+
+    def _offer(self, seat: int, place: int) -> None:
+        """Weights travel when a worker is told to load them, and to each machine once."""
+        if place in self._offered[seat]:
+            return
+        self._offered[seat].add(place)
+        weights = self._weights[seat][place]
+        self._head.offer(seat, weights, list(self._weights[seat].values()))
+        self._head.send(seat, Offer(seat, weights.number, place, len(weights.data), weights.digest))
+
+    # -- messages ---------------------------------------------------------------------------------------------
+
+    def send(self, index: int, message: Any) -> None:
+        seat = self._seat_of[index]
+        if index not in self._running:
+            return  # its `Exit` was handed out already, and settles what was asked of it
+        brings: Literal["nothing", "rows", "fragment"] = "nothing"
+        slots: list[int] = []
+        side = num_steps = 0
+        actions = False
+        if isinstance(message, (Step, Reset, Rebuild)):
+            brings, slots = "rows", message.slots
+            actions = isinstance(message, Step) and message.actions is None and message.act is None
+        elif isinstance(message, RunFragment):
+            brings, slots, side, num_steps = "fragment", self._slots_of[index], message.side, message.num_steps
+            self._asked[index, message.request] = _Asked(index, side, num_steps)
+        elif isinstance(message, LoadWeights):
+            self._offer(seat, message.offset)
+        elif isinstance(message, Close):
+            return  # a node closes its seats itself
+        inputs = [] if not slots else [read_inputs(self._rows, slots, actions)]
+        tell = Tell(seat, index, getattr(message, "request", 0), tuple(slots), brings, side, num_steps, actions)
+        self._head.send(seat, tell, [encode(message), *inputs])
+
+    def ring(self, request: int) -> None:
+        for seat in self._hosted & self._seated:
+            slots = [slot for worker in self._workers[seat] for slot in self._slots_of[worker]]
+            self._head.send(seat, Ring(seat, request), [read_inputs(self._rows, slots, True)])
+
+    def take(self, index: int) -> list[Any]:
+        if not any(worker == index for worker, _ in self._events):
+            self._collect(_TAKE_S)
+        mine = [message for worker, message in self._events if worker == index and not isinstance(message, Exit)]
+        self._events = [event for event in self._events if event[0] != index or isinstance(event[1], Exit)]
+        return mine
+
+    def wait(self, timeout_s: float) -> list[tuple[int, Any]]:
+        if not self._events:
+            self._collect(timeout_s)
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def _rows(self) -> Buffers:
+        assert self._buffers is not None
+        return self._buffers
+
+    def _collect(self, timeout_s: float) -> None:
+        self._head.pump(timeout_s)
+        inbox, seats = self._head.inbox, self._head.seat_events
+        while inbox:
+            seat, message, frames = inbox.popleft()
+            if seat in self._seated:
+                try:
+                    self._open(seat, message, frames)
+                except ProtocolError as error:
+                    node = self._head.roster.holder(seat)
+                    if node is not None:
+                        self._head.node_gone(node, f"it broke the protocol: {error}")
+        while seats:
+            self._seat_changed(seats.popleft())
+
+    def _seat_changed(self, change: Seated | Unseated) -> None:
+        seat = change.seat
+        if isinstance(change, Seated):
+            self._seated.add(seat)
+            return
+        self._seated.discard(seat)
+        self._hosted.discard(seat)
+        for worker in self._workers[seat]:
+            if worker in self._running:
+                self._exited(worker, f"was on node {change.node}, which is gone: {change.reason}", "")
+
+    def _open(self, seat: int, message: Any, frames: list[Any]) -> None:
+        if isinstance(message, Rung):
+            self._rung(seat, message, frames)
+        elif isinstance(message, Failed):
+            raise SpecError(f"the environments' code could not be loaded on node {seat}:\n{message.text}")
+        elif message.worker not in self._workers[seat]:
+            raise ProtocolError(f"worker {message.worker} is not of seat {seat}")
+        elif isinstance(message, Answer):
+            self._answer(message, frames)
+        elif isinstance(message, Exited):
+            if message.worker in self._running:
+                self._exited(message.worker, message.reason, message.tail)
+        elif isinstance(message, Output):
+            self._print(message)
+
+    def _rung(self, seat: int, rung: Rung, frames: list[Any]) -> None:
+        workers = self._workers[seat]
+        if len(frames) != 1 + len(rung.workers):
+            raise ProtocolError("a whole step with frames missing")
+        write_rows(self._rows, [slot for worker in workers for slot in self._slots_of[worker]], frames[0])
+        bodies = dict(zip(rung.workers, frames[1:], strict=True))
+        for worker in workers:
+            said: Any = rung.request
+            if worker in bodies:
+                said = self._reply(bodies[worker], rung.request)
+            self._events.append((worker, said))
+
+    def _answer(self, answer: Answer, frames: list[Any]) -> None:
+        worker, request = answer.worker, answer.request
+        if not frames or not set(answer.slots) <= set(self._slots_of[worker]):
+            raise ProtocolError(f"an answer of worker {worker} about slots that it does not have")
+        asked = self._asked.get((worker, request))
+        if asked is not None:
+            del self._asked[worker, request]
+            slots = self._slots_of[worker]
+            if self._arena is None:
+                raise ProtocolError("a fragment that nobody asked for")
+            write_fragment(self._arena.sides[asked.side], slice(slots[0], slots[-1] + 1), asked.num_steps, frames[1:])
+        elif len(frames) > 1:
+            write_rows(self._rows, answer.slots, frames[1])
+        self._events.append((worker, self._reply(frames[0], request) if len(frames[0]) else request))
+
+    def _reply(self, body: Any, request: int) -> Any:
+        reply = plain().unpack(body)
+        if not isinstance(reply, (Reply, Built)) or reply.request != request:
+            raise ProtocolError("an answer that is none to what was asked")
+        return reply
+
+    def _exited(self, worker: int, reason: str, tail: str) -> None:
+        self._running.discard(worker)
+        self._asked = {key: asked for key, asked in self._asked.items() if key[0] != worker}
+        self._head.progress.pop(worker, None)
+        self._events.append((worker, Exit(reason, tail)))
+
+    def _print(self, output: Output) -> None:
+        slots = self._slots_of[output.worker]
+        for line in output.text.split("\n"):
+            mark, _, rest = line.removeprefix("\x00").partition("\x00")
+            known = line.startswith("\x00") and mark.isdecimal()
+            where = f"slot {mark}" if known else f"slots {slots[0]}-{slots[-1]}"
+            emit(logging.INFO, f"[{where}] {rest if line.startswith(chr(0)) else line}")
+
+    # -- watching and ending ----------------------------------------------------------------------------------
+
+    def progress(self, index: int) -> tuple[int, int, int]:
+        known = self._head.progress.get(index)
+        return (-1, 0, 0) if known is None else known[1:]
+
+    def stats(self) -> dict[str, Any]:
+        return self._head.stats()
+
+    def is_running(self, index: int) -> bool:
+        return index in self._running
+
+    def pid(self, index: int) -> int | None:
+        known = self._head.progress.get(index)
+        return (known[0] or None) if known else None
+
+    def kill(self, index: int) -> None:
+        seat = self._seat_of[index]
+        self._head.send(seat, Kill(seat, index))
+
+    def close(self, timeout_s: float) -> None:
+        if os.getpid() != self._owner:
+            return  # a fork of the head: the nodes are the parent's
+        self._buffers = self._arena = None
+        self._head.close()
+        if self._stop is not None:
+            self._stop()

@@ -1,0 +1,363 @@
+"""The head's end of the network: one socket, and a thread that keeps answering while the learner computes.
+
+The caller's thread talks directly while it waits for something; when it has not come for a while, a thread of its own
+listens instead: nodes join, beat and pull weights, and what belongs to the caller is kept for it. What `Roster` decides
+is carried out here; what workers said is opened by `RemoteCrew`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import gymnasium
+import zmq
+
+from clusterenv._version import __version__
+from clusterenv.errors import ProtocolError
+from clusterenv.events import Event, EventLog
+from clusterenv.head.roster import Admit, Instruction, Refuse, Replace, Roster, Seated, Unseated
+from clusterenv.protocol.frames import CHUNK, FRAME_LIMIT, Reader, head_reader, to_wire
+from clusterenv.protocol.messages import (
+    PROTOCOL,
+    Beat,
+    Bye,
+    Chunk,
+    FromNode,
+    Hello,
+    Leave,
+    Pull,
+    Refused,
+    Welcome,
+)
+from clusterenv.transport.keys import KeyPair
+from clusterenv.transport.sockets import Arrived, HeadSocket, Link
+
+__all__ = ["DEFAULT", "Head", "Timing", "Weights"]
+
+_ASK_S = 0.5
+"""How often the backend is asked about its jobs."""
+
+_AWAY_S = 0.02
+"""The caller's thread has not come for so long: the other one listens."""
+
+
+class Timing(NamedTuple):
+    beat_s: float = 1.0
+    dead_after_s: float = 10.0
+    lease_s: float = 60.0
+    move_after_s: float | None = 30.0
+
+
+DEFAULT = Timing()
+
+
+class Weights(NamedTuple):
+    """What a seat may pull."""
+
+    number: int
+    data: bytes
+    digest: str
+
+
+class _Peer:
+    """One node's connection."""
+
+    def __init__(self, route: bytes, link: Link) -> None:
+        self.route = route
+        self.link = link
+        self.reader: Reader[FromNode] = head_reader()
+        self.node = -1
+        self.was_told = False  # that its session is over
+
+
+class Head:
+    """
+    Args:
+        node_keys: public keys of the nodes, in the order of their numbers.
+        replace: asked for a node that is gone; called by the listening thread, as is
+        ended: which nodes' jobs are over, and why.
+    """
+
+    def __init__(
+        self,
+        keys: KeyPair,
+        node_keys: list[str],
+        bind: str,
+        port: int,
+        timing: Timing,
+        events: EventLog,
+        replace: Callable[[int, str], None],
+        ended: Callable[[], dict[int, str]],
+        cores: int = 1,
+        python: str = ".".join(map(str, sys.version_info[:2])),
+    ) -> None:
+        self._socket = HeadSocket(bind, port, keys, frame_limit=FRAME_LIMIT, dead_after_s=timing.dead_after_s)
+        self.address = self._socket.address
+        self._node_of = {key: number for number, key in enumerate(node_keys)}
+        for key in node_keys:
+            self._socket.allow(key)
+        self.timing = timing
+        self._python = python
+        self._cores = cores  # that a node must have
+        self._events = events
+        self._replace = replace
+        self._ended = ended
+        self.roster = Roster(len(node_keys), timing.dead_after_s, timing.move_after_s)
+        self._peers: dict[bytes, _Peer] = {}  # by route
+        self._active: dict[int, _Peer] = {}  # by node
+        self.inbox: deque[tuple[int, Any, list[Any]]] = deque()  # (seat, message, frames)
+        self.seat_events: deque[Seated | Unseated] = deque()
+        self.progress: dict[int, tuple[int, int, int, int]] = {}  # worker → pid, slot, phase, step
+        self.offers: dict[tuple[int, int], Weights] = {}  # (seat, number)
+        self.refusals: dict[int, str] = {}
+        self.message_limit = 16 << 20
+        self.bytes_sent = [0] * len(node_keys)
+        self.bytes_received = [0] * len(node_keys)
+        self.dropped = 0
+        """Messages of sessions that are over, or that the protocol does not know."""
+        self._chores: deque[Replace] = deque()
+        self._asked_at = 0.0
+        self._lock = threading.Lock()
+        self._wanted = False
+        self._used_at = time.monotonic()
+        self._listening_since = time.monotonic()
+        self._listened_at = time.monotonic()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._socket.poll_on(self._poller)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._quit = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="clusterenv-head", daemon=True)
+        self._thread.start()
+
+    # -- the caller's thread ----------------------------------------------------------------------------------
+
+    def send(self, seat: int, message: Any, payload: Sequence[Any] = ()) -> bool:
+        """To whoever has this seat; False where nobody has."""
+        with self._mine():
+            node = self.roster.holder(seat)
+            return node is not None and self._send(node, message, payload)
+
+    def offer(self, seat: int, weights: Weights, keep: Sequence[Weights]) -> None:
+        """These weights may be pulled by this seat, and those of `keep`; no others."""
+        with self._mine():
+            numbers = {kept.number for kept in keep}
+            self.offers = {key: kept for key, kept in self.offers.items() if key[0] != seat or key[1] in numbers}
+            self.offers[seat, weights.number] = weights
+
+    def pump(self, timeout_s: float) -> None:
+        """Wait until something has come, at most so long, and sort it."""
+        with self._mine():
+            if self.inbox or self.seat_events:
+                timeout_s = 0.0
+            self._turn(timeout_s)
+
+    @contextlib.contextmanager
+    def _mine(self) -> Iterator[None]:
+        self._used_at = time.monotonic()
+        if not self._lock.acquire(blocking=False):
+            self._wanted = True
+            os.eventfd_write(self._wake, 1)
+            self._lock.acquire()
+            self._wanted = False
+        try:
+            yield
+        finally:
+            self._used_at = time.monotonic()
+            self._lock.release()
+
+    # -- the other thread -------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        while not self._quit.is_set():
+            if self._wanted or time.monotonic() - self._used_at < _AWAY_S:
+                self._quit.wait(_AWAY_S)
+            else:
+                with self._lock:
+                    self._turn(0.25)
+            while self._chores:
+                chore = self._chores.popleft()
+                self._replace(chore.node, chore.reason)
+            if time.monotonic() - self._asked_at > _ASK_S:
+                self._asked_at = time.monotonic()
+                for node, reason in self._ended().items():
+                    with self._lock:
+                        if node in self._active:
+                            self._do(self.roster.gone(node, reason, time.monotonic()))
+
+    # -- both, one at a time ----------------------------------------------------------------------------------
+
+    def _turn(self, timeout_s: float) -> None:
+        ready = dict(self._poller.poll(int(timeout_s * 1000)))
+        if self._wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+        now = time.monotonic()
+        if now - self._listened_at > max(1.0, timeout_s + 0.5):  # the head itself stood still
+            self._listening_since = now
+        while True:
+            arrived = self._socket.receive()
+            for message in arrived:
+                self._hear(message, time.monotonic())
+            if not arrived:
+                break
+            self._listened_at = time.monotonic()
+        for link in self._socket.gone():
+            self._link_gone(link)
+        self._listened_at = now = time.monotonic()
+        self._do(self.roster.tick(now, self._listening_since))
+
+    def _hear(self, arrived: Arrived, now: float) -> None:
+        node = self._node_of.get(arrived.key)
+        if node is None:
+            return
+        peer = self._peers.get(arrived.route)
+        if peer is None:
+            peer = self._peers[arrived.route] = _Peer(arrived.route, arrived.link)
+        peer.node = node
+        peer.reader.limit = self.message_limit
+        self.bytes_received[node] += sum(map(len, arrived.frames))
+        try:
+            said = peer.reader.read(arrived.frames)
+        except ProtocolError as error:
+            self.dropped += 1
+            if self._active.get(node) is peer:
+                self._do(self.roster.gone(node, f"it broke the protocol: {error}", now))
+                self._say(peer, 0, Refused(str(error), True))
+            return
+        if said is None:
+            self.roster.heard(node, self.roster.session(node), now)
+            return
+        session, message, frames = said
+        if isinstance(message, Hello):
+            self._hello(peer, message, now)
+        elif self._active.get(node) is not peer or not self.roster.heard(node, session, now):
+            self.dropped += 1
+            if not peer.was_told:
+                peer.was_told = True
+                self._say(peer, 0, Refused("its session is over", False))
+        elif isinstance(message, Beat):
+            for worker, *where in message.progress:
+                self.progress[worker] = (where[0], where[1], where[2], where[3])
+        elif isinstance(message, Bye):
+            self._do(self.roster.gone(node, message.reason, now))
+        elif self.roster.holder(message.seat) != node:
+            self.dropped += 1
+        elif isinstance(message, Pull):
+            self._give(message)
+        else:
+            self.inbox.append((message.seat, message, frames))
+
+    def _hello(self, peer: _Peer, hello: Hello, now: float) -> None:
+        before = self._active.get(peer.node)
+        done = self.roster.hello(peer.node, hello.instance, self._mismatch(hello), now)
+        if any(isinstance(item, Admit) for item in done):
+            self._active[peer.node] = peer
+            where = f"{hello.host} (process {hello.pid}, {hello.cores} cores)"
+            kind = "node_joined" if before is None else "node_back"
+            self._events.add(Event(kind, f"node {peer.node} is here: {where}"), level=logging.INFO)
+        for item in done:
+            if isinstance(item, Refuse):
+                self.refusals[item.node] = item.reason
+                self._say(peer, 0, Refused(item.reason, item.final))
+        self._do(item for item in done if not isinstance(item, Refuse))
+
+    def _mismatch(self, hello: Hello) -> str | None:
+        pairs = [
+            ("protocol", str(hello.protocol), str(PROTOCOL)),
+            ("clusterenv", hello.clusterenv, __version__),
+            ("Python", hello.python, self._python),
+            ("Gymnasium", hello.gymnasium, gymnasium.__version__),
+        ]
+        wrong = [f"{name} {theirs} there, {ours} here" for name, theirs, ours in pairs if theirs != ours]
+        if wrong:
+            return f"versions differ: {'; '.join(wrong)}. Install the same on both sides"
+        if hello.cores < self._cores:
+            return f"{hello.host} has {hello.cores} cores for {self._cores} workers: ask for fewer workers_per_node"
+        return None
+
+    def _link_gone(self, link: Link) -> None:
+        for route, peer in list(self._peers.items()):
+            if peer.link == link:
+                del self._peers[route]
+                if self._active.get(peer.node) is peer:
+                    self._do(self.roster.gone(peer.node, "its connection ended", time.monotonic()))
+
+    def node_gone(self, node: int, reason: str) -> None:
+        """The backend says that its job is over."""
+        with self._mine():
+            if node in self._active:
+                self._do(self.roster.gone(node, reason, time.monotonic()))
+
+    def _do(self, instructions: Sequence[Instruction] | Iterator[Instruction]) -> None:
+        for item in instructions:
+            if isinstance(item, Admit):
+                self._send(item.node, Welcome(item.session, self.timing.beat_s, self.timing.lease_s))
+            elif isinstance(item, Unseated):
+                if item.is_there:
+                    self._send(item.node, Leave(item.seat))
+                self.offers = {key: kept for key, kept in self.offers.items() if key[0] != item.seat}
+                self.seat_events.append(item)
+            elif isinstance(item, Seated):
+                self.seat_events.append(item)
+            elif isinstance(item, Replace):
+                self._active.pop(item.node, None)
+                self._events.add(Event("node_lost", f"node {item.node}: {item.reason}"))
+                self._chores.append(item)
+
+    def _send(self, node: int, message: Any, payload: Sequence[Any] = ()) -> bool:
+        peer = self._active.get(node)
+        return peer is not None and self._say(peer, self.roster.session(node), message, payload)
+
+    def _say(self, peer: _Peer, session: int, message: Any, payload: Sequence[Any] = ()) -> bool:
+        for frames in to_wire(session, message, payload):
+            self.bytes_sent[peer.node] += sum(map(len, frames))
+            if not self._socket.send(peer.route, frames):
+                return False
+        return True
+
+    def _give(self, pull: Pull) -> None:
+        weights = self.offers.get((pull.seat, pull.offer))
+        if weights is None or not 0 <= pull.at < len(weights.data):
+            self.dropped += 1
+            return
+        node = self.roster.holder(pull.seat)
+        assert node is not None
+        piece = memoryview(weights.data)[pull.at : pull.at + CHUNK]
+        self._send(node, Chunk(pull.seat, pull.offer, pull.at), [piece])
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes are those of frames: CURVE adds about 33 to each, TCP and IP about 5 % to all."""
+        return {
+            "sent_bytes": list(self.bytes_sent),
+            "received_bytes": list(self.bytes_received),
+            "refused_keys": self._socket.refused,
+            "dropped_messages": self.dropped,
+            "missing_nodes": self.roster.missing,
+        }
+
+    def close(self) -> None:
+        """Tell everybody that the run is over. Idempotent."""
+        if self._quit.is_set():
+            return
+        self._quit.set()
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        for node in list(self._active):
+            self._send(node, Leave(-1))
+        deadline = time.monotonic() + 1.0
+        while self._active and time.monotonic() < deadline:  # what was said must be out before the socket closes
+            self._poller.poll(50)
+            self._socket.receive()
+            links = set(self._socket.gone())
+            self._active = {node: peer for node, peer in self._active.items() if peer.link not in links}
+        self._socket.close()
+        os.close(self._wake)

@@ -1,0 +1,202 @@
+"""Who is here, and which seats they have. Pure: events and a clock go in, instructions come out.
+
+A node is known by its number, which its key proves. Seat i belongs to node i; while that node is away, another may have
+it. A session is one connection of one node: whatever comes of an older one is not listened to.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["Admit", "NodeState", "Refuse", "Replace", "Roster", "Seated", "Unseated"]
+
+
+class NodeState(enum.Enum):
+    AWAITED = "awaited"  # asked for, never seen
+    ACTIVE = "active"
+    LOST = "lost"  # was here; it, or its replacement, is awaited
+
+
+class Admit(NamedTuple):
+    """Tell this node that it is in."""
+
+    node: int
+    session: int
+
+
+class Refuse(NamedTuple):
+    node: int
+    reason: str
+    final: bool
+
+
+class Seated(NamedTuple):
+    """This node has this seat from now on: host it there."""
+
+    seat: int
+    node: int
+
+
+class Unseated(NamedTuple):
+    """Nobody has this seat any more: its workers are gone."""
+
+    seat: int
+    node: int
+    reason: str
+    is_there: bool
+    """The node is still there, and must be told."""
+
+
+class Replace(NamedTuple):
+    """Ask the backend for this node again."""
+
+    node: int
+    reason: str
+
+
+Instruction = Admit | Refuse | Seated | Unseated | Replace
+
+_AFTER = {
+    (NodeState.AWAITED, "hello"): NodeState.ACTIVE,
+    (NodeState.LOST, "hello"): NodeState.ACTIVE,
+    (NodeState.ACTIVE, "hello"): NodeState.ACTIVE,  # it came back before its end was noticed
+    (NodeState.ACTIVE, "gone"): NodeState.LOST,
+    (NodeState.AWAITED, "gone"): NodeState.AWAITED,  # its job ended before it ever came
+    (NodeState.LOST, "gone"): NodeState.LOST,
+}
+
+
+@dataclass
+class _Node:
+    state: NodeState = NodeState.AWAITED
+    instance: str = ""
+    session: int = 0
+    heard_at: float = 0.0
+    seats: set[int] = field(default_factory=set)
+    history: list[str] = field(default_factory=list)
+
+
+class Roster:
+    """`nodes` nodes with a seat each.
+
+    Args:
+        dead_after_s: a node that says nothing for so long is gone.
+        move_after_s: a seat that is empty for so long goes to another node, if there is one; None: never.
+    """
+
+    def __init__(self, nodes: int, dead_after_s: float, move_after_s: float | None = None) -> None:
+        self._nodes = [_Node() for _ in range(nodes)]
+        self._dead_after_s = dead_after_s
+        self._move_after_s = move_after_s
+        self._sessions = 0
+        self._empty_since: dict[int, float] = dict.fromkeys(range(nodes), 0.0)  # seat → when
+        self._was_seated: set[int] = set()
+
+    # -- looking ----------------------------------------------------------------------------------------------
+
+    def state(self, node: int) -> NodeState:
+        return self._nodes[node].state
+
+    def session(self, node: int) -> int:
+        return self._nodes[node].session
+
+    def holder(self, seat: int) -> int | None:
+        """Who has this seat."""
+        return next((i for i, node in enumerate(self._nodes) if seat in node.seats), None)
+
+    def history(self, node: int) -> list[str]:
+        return list(self._nodes[node].history)
+
+    @property
+    def missing(self) -> list[int]:
+        return [i for i, node in enumerate(self._nodes) if node.state is not NodeState.ACTIVE]
+
+    # -- events -----------------------------------------------------------------------------------------------
+
+    def hello(self, number: int, instance: str, mismatch: str | None, now: float) -> list[Instruction]:
+        """A node introduces itself; `mismatch` says what of it does not fit this run."""
+        node = self._nodes[number]
+        if mismatch is not None:
+            self._note(node, f"refused: {mismatch}")
+            return [Refuse(number, mismatch, True)]
+        done: list[Instruction] = []
+        if node.state is NodeState.ACTIVE:
+            if node.instance != instance:
+                if now - node.heard_at < self._dead_after_s / 2:
+                    return [Refuse(number, f"node {number} is here already, with the same key", True)]
+                return [Refuse(number, f"node {number} was here a moment ago; come again", False)]
+            done += self._unseat(node, number, "it came back with a new connection", False, now)
+        self._move(node, "hello", "joined")
+        self._sessions += 1
+        node.instance, node.session, node.heard_at = instance, self._sessions, now
+        done.append(Admit(number, node.session))
+        return done + self._place(now)
+
+    def heard(self, number: int, session: int, now: float) -> bool:
+        """Whether what was said just now counts: it is of the node's own, present session."""
+        node = self._nodes[number]
+        if node.state is not NodeState.ACTIVE or node.session != session:
+            return False
+        node.heard_at = now
+        return True
+
+    def gone(self, number: int, reason: str, now: float) -> list[Instruction]:
+        """Its connection ended, its job ended, or it said goodbye."""
+        node = self._nodes[number]
+        was_here = node.state is NodeState.ACTIVE
+        self._move(node, "gone", reason)
+        done = self._unseat(node, number, reason, False, now)
+        return [*done, Replace(number, reason)] if was_here else done
+
+    def tick(self, now: float, listening_since: float) -> list[Instruction]:
+        """Time passes. Silence counts only while the head itself was listening."""
+        done: list[Instruction] = []
+        for number, node in enumerate(self._nodes):
+            silent_s = now - max(node.heard_at, listening_since)
+            if node.state is NodeState.ACTIVE and silent_s > self._dead_after_s:
+                done += self.gone(number, f"it said nothing for {silent_s:.1f} s", now)
+        return done + self._place(now)
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _move(self, node: _Node, event: str, reason: str) -> None:
+        node.state = _AFTER[node.state, event]
+        self._note(node, reason)
+
+    def _note(self, node: _Node, text: str) -> None:
+        node.history = [*node.history[-19:], text]
+
+    def _unseat(self, node: _Node, number: int, reason: str, is_there: bool, now: float) -> list[Instruction]:
+        seats, node.seats = sorted(node.seats), set()
+        self._empty_since.update(dict.fromkeys(seats, now))
+        return [Unseated(seat, number, reason, is_there) for seat in seats]
+
+    def _place(self, now: float) -> list[Instruction]:
+        """Every seat to its own node if it is here; else, after a while, to whoever has fewest."""
+        done: list[Instruction] = []
+        active = [i for i, node in enumerate(self._nodes) if node.state is NodeState.ACTIVE]
+        for seat in range(len(self._nodes)):
+            holder = self.holder(seat)
+            if holder == seat or not active:
+                continue
+            if seat in active:
+                if holder is not None:
+                    self._nodes[holder].seats.discard(seat)
+                    done.append(Unseated(seat, holder, f"it goes back to node {seat}", True))
+                done.append(self._seat(seat, seat))
+            elif holder is None and self._may_move(seat, now):
+                done.append(self._seat(seat, min(active, key=lambda i: (len(self._nodes[i].seats), i))))
+        return done
+
+    def _may_move(self, seat: int, now: float) -> bool:
+        if self._move_after_s is None or seat not in self._was_seated:
+            return False
+        return now - self._empty_since[seat] >= self._move_after_s
+
+    def _seat(self, seat: int, node: int) -> Seated:
+        self._nodes[node].seats.add(seat)
+        self._empty_since.pop(seat, None)
+        self._was_seated.add(seat)
+        return Seated(seat, node)

@@ -1,0 +1,57 @@
+"""The contract between a pool and whoever does its I/O: workers that are started, told things, and heard.
+
+`ProcessCrew` has them on this machine, `InlineCrew` in this process, `RemoteCrew` on the machines of a cluster. The
+pool reads and writes one block of memory for rows and one for fragments; that workers elsewhere see the same is the
+crew's business.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from clusterenv.pool.arena import ArenaLayout
+from clusterenv.pool.layout import Layout
+
+__all__ = ["Crew", "Exit"]
+
+
+class Exit(NamedTuple):
+    """A worker process is gone."""
+
+    reason: str
+    tail: str
+
+
+class Crew(Protocol):
+    is_inline: bool
+
+    def can_start(self, index: int) -> bool:
+        """Whether there is a place for this worker now."""
+        ...
+
+    def start(self, index: int) -> None: ...
+    def allocate(self, layout: Layout) -> Any: ...
+    def allocate_arena(self, layout: ArenaLayout) -> Any: ...
+    def put_weights(self, node: int, data: bytes, offset: int) -> None: ...
+    def send(self, index: int, message: Any) -> None: ...
+    def ring(self, request: int) -> None:
+        """The hot loop's request to every worker: step all your slots."""
+        ...
+
+    def take(self, index: int) -> list[Any]:
+        """What this worker says next; empty where it says nothing for a while, or is gone: `wait` tells."""
+        ...
+
+    def wait(self, timeout_s: float) -> list[tuple[int, Any]]:
+        """(worker, message) pairs; an int is a quick reply, an `Exit` the end of that worker. May be empty."""
+        ...
+
+    def progress(self, index: int) -> tuple[int, int, int]: ...
+    def stats(self) -> dict[str, Any]:
+        """What only this kind of crew counts."""
+        ...
+
+    def is_running(self, index: int) -> bool: ...
+    def pid(self, index: int) -> int | None: ...
+    def kill(self, index: int) -> None: ...
+    def close(self, timeout_s: float) -> None: ...

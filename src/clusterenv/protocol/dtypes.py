@@ -1,0 +1,60 @@
+"""The dtypes and scalar types of numpy that may travel, and their names on the wire."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import numpy as np
+
+__all__ = ["SCALARS", "TYPES", "code_of", "dtype_of"]
+
+
+def _name_of(dtype: np.dtype[Any]) -> str:
+    name = "bool_" if dtype.kind == "b" else dtype.type.__name__  # numpy 1 and 2 call it differently
+    # Machines whose long double has as many bytes may still disagree on their meaning.
+    return f"{name}.{np.finfo(dtype).nmant}" if dtype.char in "gG" else name
+
+
+def _numeric_code(dtype: np.dtype[Any]) -> bytes:
+    return f"{dtype.str[0]}{_name_of(dtype)}".encode()
+
+
+_NUMBERS = [np.dtype(char) for char in np.typecodes["All"] if np.dtype(char).kind in "biufc"]
+_ORDERED = [ordered for dtype in _NUMBERS for ordered in (dtype, dtype.newbyteorder())]
+_DTYPES = {_numeric_code(dtype): dtype for dtype in _ORDERED}
+# Keys are not the dtypes: those of long and long long compare equal.
+_CODES = {(dtype.num, dtype.byteorder): _numeric_code(dtype) for dtype in _ORDERED}
+_UNITS = "Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as"
+_OTHERS = re.compile(rf"[<>]U[1-9][0-9]{{0,6}}|\|S[1-9][0-9]{{0,6}}|[<>][Mm]8(\[[0-9]{{0,9}}({_UNITS})\])?")
+
+SCALARS: dict[type, bytes] = {dtype.type: _numeric_code(dtype) for dtype in _NUMBERS}
+"""Type of a numeric scalar → code of its dtype."""
+
+TYPES: dict[str, type] = {
+    **{kind.__name__: kind for kind in (int, float, bool)},
+    **{_name_of(dtype): dtype.type for dtype in _NUMBERS},
+    **{kind.__name__: kind for kind in (np.str_, np.bytes_, np.datetime64, np.timedelta64)},
+}
+"""Types that are values themselves, by name."""
+
+
+def code_of(dtype: np.dtype[Any]) -> bytes | None:
+    """None where arrays of it may not travel."""
+    code = _CODES.get((dtype.num, dtype.byteorder))
+    if code is None and dtype.kind in "USMm" and _OTHERS.fullmatch(dtype.str):
+        return str(dtype.str).encode()
+    return code
+
+
+@functools.lru_cache(maxsize=256)
+def dtype_of(code: bytes) -> np.dtype[Any]:
+    """The dtype of a code from the wire; ValueError where it is none."""
+    dtype = _DTYPES.get(code)
+    if dtype is None:
+        text = code.decode("ascii")
+        if not _OTHERS.fullmatch(text):
+            raise ValueError(f"no arrays of dtype {text!r} travel")
+        dtype = np.dtype(text)
+    return dtype

@@ -1,0 +1,118 @@
+"""Messages to frames and back, with every limit checked before anything is kept.
+
+On the wire a message is `[prefix, header, payload...]`. One that is larger than 1 MB goes as pieces `[prefix, bytes]`,
+because a single huge frame would starve the heartbeats of its connection. A piece never mixes with another message of
+the same sender: pieces come in order, and other messages may come between them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from clusterenv.errors import ProtocolError
+from clusterenv.protocol.messages import FromHead, FromNode
+
+__all__ = ["CHUNK", "FRAME_LIMIT", "Reader", "head_reader", "node_reader", "to_wire"]
+
+CHUNK = 1 << 20
+FRAME_LIMIT = CHUNK + (1 << 16)
+"""Larger frames are refused by the socket."""
+
+_PREFIX = struct.Struct("<BQ")  # whole or piece, session
+_PIECE = struct.Struct("<BQIIQ")  # .., index, count, total
+_WHOLE, _PART = 0, 1
+_SMALL_LIMIT = 16 << 20
+_MAX_FRAMES = 4096
+
+_encode = msgspec.msgpack.Encoder().encode
+M = TypeVar("M")
+Buffer = bytes | bytearray | memoryview
+
+
+def to_wire(session: int, message: Any, payload: Sequence[Buffer] = ()) -> list[list[Buffer]]:
+    """The wire messages, each a list of frames."""
+    header = _encode(message)
+    total = len(header) + sum(map(len, payload))
+    if total <= CHUNK:
+        return [[_PREFIX.pack(_WHOLE, session), header, *payload]]
+    sizes = [len(header), *map(len, payload)]
+    body = b"".join([struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes), header, *payload])
+    view, count = memoryview(body), -(-len(body) // CHUNK)
+    return [[_PIECE.pack(_PART, session, i, count, len(body)), view[i * CHUNK : (i + 1) * CHUNK]] for i in range(count)]
+
+
+class Reader(Generic[M]):
+    """Wire messages of one sender in, whole messages out. Raises ProtocolError, and nothing else."""
+
+    def __init__(self, types: Any) -> None:
+        self._decode = msgspec.msgpack.Decoder(types).decode
+        self.limit = _SMALL_LIMIT
+        """Bytes of the largest message that makes sense now."""
+        self._pieces: list[Any] = []
+
+    def read(self, frames: Sequence[Any]) -> tuple[int, M, list[Any]] | None:
+        """(session, message, payload); None while more pieces have to come."""
+        if not 2 <= len(frames) <= _MAX_FRAMES:
+            raise ProtocolError(f"a message of {len(frames)} frames")
+        prefix = bytes(frames[0])
+        if len(prefix) == _PREFIX.size and prefix[0] == _WHOLE:
+            return _PREFIX.unpack(prefix)[1], self._header(frames[1]), list(frames[2:])
+        if len(prefix) == _PIECE.size and prefix[0] == _PART and len(frames) == 2:
+            return self._join(prefix, frames[1])
+        raise ProtocolError("a message without a known prefix")
+
+    def _join(self, prefix: bytes, piece: Any) -> tuple[int, M, list[Any]] | None:
+        _, session, index, count, total = _PIECE.unpack(prefix)
+        if total > self.limit:
+            self._pieces = []
+            raise ProtocolError(f"a message of {total} bytes, where {self.limit} is the most that makes sense")
+        expected = min(CHUNK, total - index * CHUNK)
+        if index != len(self._pieces) or count != -(-total // CHUNK) or len(piece) != expected:
+            self._pieces = []
+            raise ProtocolError("a piece that does not follow the one before it")
+        self._pieces.append(piece)
+        if len(self._pieces) < count:
+            return None
+        body, self._pieces = memoryview(b"".join(self._pieces)), []
+        parts = _cut(body)
+        return session, self._header(parts[0]), parts[1:]
+
+    def _header(self, data: Any) -> M:
+        try:
+            message: M = self._decode(data)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"a header that is none: {error}") from None
+        return message
+
+
+def _cut(body: memoryview) -> list[memoryview]:
+    if len(body) < 4:
+        raise ProtocolError("a message cut short")
+    (count,) = struct.unpack_from("<I", body)
+    at = 4 + 8 * count
+    if not 1 <= count <= _MAX_FRAMES or at > len(body):
+        raise ProtocolError(f"a message of {count} parts in {len(body)} bytes")
+    sizes = struct.unpack_from(f"<{count}Q", body, 4)
+    if at + sum(sizes) != len(body):
+        raise ProtocolError("parts that do not fill their message")
+    parts = []
+    for size in sizes:
+        parts.append(body[at : at + size])
+        at += size
+    return parts
+
+
+def head_reader() -> Reader[FromNode]:
+    """What the head reads."""
+    return Reader(FromNode)
+
+
+def node_reader() -> Reader[FromHead]:
+    """What a node reads; its head may send any amount."""
+    reader: Reader[FromHead] = Reader(FromHead)
+    reader.limit = 1 << 62
+    return reader

@@ -1,0 +1,220 @@
+"""Every message between head and node agent, by direction. Arrays and code ride beside them as raw frames.
+
+A *seat* is a node's part of the run: its slots and its workers. Workers are counted over the whole run, as in the pool.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+__all__ = [
+    "PROTOCOL",
+    "Answer",
+    "Beat",
+    "Bye",
+    "Chunk",
+    "Exited",
+    "Failed",
+    "Fragments",
+    "FromHead",
+    "FromNode",
+    "Hello",
+    "Host",
+    "Kill",
+    "Leave",
+    "Offer",
+    "Output",
+    "Pull",
+    "Refused",
+    "Ring",
+    "Rows",
+    "Rung",
+    "Start",
+    "Tell",
+    "Welcome",
+]
+
+PROTOCOL = 1
+
+
+class _Message(msgspec.Struct, tag=True, array_like=True):
+    """Sent as an array that begins with the message's name."""
+
+
+# -- node → head ------------------------------------------------------------------------------------------------
+
+
+class Hello(_Message):
+    """The first thing that a node says."""
+
+    protocol: int
+    clusterenv: str
+    python: str
+    gymnasium: str
+    instance: str
+    """Made up when the agent started: tells a node that comes back from another with the same key."""
+    host: str
+    pid: int
+    cores: int
+
+
+class Failed(_Message):
+    """The code of the environments could not be loaded on this node."""
+
+    seat: int
+    text: str
+
+
+class Answer(_Message):
+    """What a worker answered; frames: its plain data (none after a quick reply), and the rows that belong to it."""
+
+    seat: int
+    worker: int
+    request: int
+    last: bool
+    slots: tuple[int, ...]
+
+
+class Rung(_Message):
+    """All workers of the seat have done a whole step; frames: the rows of all, then plain data of `workers`."""
+
+    seat: int
+    request: int
+    workers: tuple[int, ...]
+
+
+class Exited(_Message):
+    seat: int
+    worker: int
+    reason: str
+    tail: str
+
+
+class Output(_Message):
+    """Lines that a worker printed."""
+
+    seat: int
+    worker: int
+    text: str
+
+
+class Beat(_Message):
+    """Once in a while, whatever happens: this node is there. Workers' progress: (worker, pid, slot, phase, step)."""
+
+    progress: tuple[tuple[int, int, int, int, int], ...]
+
+
+class Pull(_Message):
+    """The next bytes of some weights, please."""
+
+    seat: int
+    offer: int
+    at: int
+
+
+class Bye(_Message):
+    """This node leaves, for this reason."""
+
+    reason: str
+
+
+# -- head → node ------------------------------------------------------------------------------------------------
+
+
+class Welcome(_Message):
+    session: int
+    beat_s: float
+    lease_s: float
+
+
+class Refused(_Message):
+    reason: str
+    final: bool
+    """False: it may come again."""
+
+
+class Host(_Message):
+    """Take this seat; frame: the environments' code."""
+
+    seat: int
+    workers: tuple[tuple[int, tuple[int, ...]], ...]
+    """(worker, its slots)"""
+    num_envs: int
+    entry_point: str | None
+    mode: str | None
+    check: bool
+    threads: int | None
+    preload: tuple[str, ...]
+    other: Literal["refuse", "repr"]
+
+
+class Rows(_Message):
+    """The memory of rows; frame: its layout."""
+
+    seat: int
+
+
+class Fragments(_Message):
+    """The memory of fragments; frame: its layout."""
+
+    seat: int
+
+
+class Start(_Message):
+    seat: int
+    worker: int
+
+
+class Tell(_Message):
+    """For a worker; frames: the request as the worker reads it, then the sides (and actions) of its slots."""
+
+    seat: int
+    worker: int
+    request: int
+    slots: tuple[int, ...]
+    brings: Literal["nothing", "rows", "fragment"]
+    side: int
+    num_steps: int
+    actions: bool
+
+
+class Ring(_Message):
+    """Every worker of the seat steps all its slots; frames: sides and actions."""
+
+    seat: int
+    request: int
+
+
+class Kill(_Message):
+    seat: int
+    worker: int
+
+
+class Offer(_Message):
+    """Weights to be pulled before anything that is told after this; `place` is where in memory they go."""
+
+    seat: int
+    offer: int
+    place: int
+    size: int
+    digest: str
+
+
+class Chunk(_Message):
+    """Bytes of some weights; frame: at most 1 MB of them."""
+
+    seat: int
+    offer: int
+    at: int
+
+
+class Leave(_Message):
+    """Give the seat up, or (-1) all of them: the run is over."""
+
+    seat: int
+
+
+FromNode = Hello | Failed | Answer | Rung | Exited | Output | Beat | Pull | Bye
+FromHead = Welcome | Refused | Host | Rows | Fragments | Start | Tell | Ring | Kill | Offer | Chunk | Leave

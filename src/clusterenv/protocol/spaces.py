@@ -1,0 +1,180 @@
+"""Gymnasium's spaces as plain parts, and back; pure.
+
+Only the classes below, never their subclasses: a space that comes back as another class accepts other values.
+The state of a space's random generator does not travel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium import Space, spaces
+
+__all__ = ["KINDS", "Kind", "cost"]
+
+Parts = list[tuple[str, Any]]
+"""What a space is made of, each with how an error's path calls it."""
+
+# Bytes that each takes at its worst: a space, one with its random generator, a part, and a character of a charset.
+_SPACE, _BATCHED, _PART, _CHARACTER = 800, 4000, 100, 300
+
+
+class Kind(NamedTuple):
+    parts: Callable[[Any], Parts]
+    build: Callable[..., Space[Any]]
+
+
+def cost(kind: type[Space[Any]], values: list[Any]) -> int:
+    """Bytes that building a space takes beside its parts, no less. The parts may be anything."""
+    size = _SPACE + _PART * len(values)
+    size += sum(_box(value.size, value.itemsize) for value in values if isinstance(value, np.ndarray))
+    if kind is spaces.Text:
+        size += _CHARACTER * len(values[-1])
+    elif kind is spaces.Graph or (kind is spaces.Sequence and values[-1]):
+        size += sum(map(_batched, values))
+    return size
+
+
+def _box(size: int, itemsize: int) -> int:
+    return size * (itemsize + 3)
+
+
+def _batched(space: Any) -> int:
+    """Bytes of what Gymnasium's `batch_space` makes of it for a stacked sequence or a graph.
+
+    It copies stacked sequences and graphs whole, so that each level of them doubles.
+    """
+    kind = type(space)
+    if kind is spaces.Box:
+        return _BATCHED + 3 * _box(space.low.size, space.low.itemsize)
+    if kind is spaces.MultiDiscrete:
+        return _BATCHED + 3 * _box(space.nvec.size, space.nvec.itemsize)
+    if kind is spaces.MultiBinary:
+        return _BATCHED + 3 * _box(math.prod(space.shape), 1)
+    if kind is spaces.Text:
+        return 2 * _BATCHED + _CHARACTER * len(space.character_list)
+    if kind is spaces.Dict:
+        return _BATCHED + sum(_PART + _batched(inner) for inner in space.spaces.values())
+    if kind in (spaces.Tuple, spaces.OneOf):
+        return _BATCHED + sum(map(_batched, space.spaces))
+    if kind is spaces.Sequence:
+        return 2 * _BATCHED + (2 if space.stack else 1) * _batched(space.feature_space)
+    if kind is spaces.Graph:
+        edges = 0 if space.edge_space is None else _batched(space.edge_space)
+        return 2 * _BATCHED + 2 * (_batched(space.node_space) + edges)
+    return _BATCHED
+
+
+# Parts are looked at before Gymnasium gets them: its errors spell out the values that they are about, however large.
+
+
+def _check(good: bool, what: str) -> None:
+    if not good:
+        raise ValueError(f"these are not the parts of a {what} space")
+
+
+def _box_parts(space: spaces.Box) -> Parts:
+    flags = None
+    # Where an integer Box was given infinity, only these remember it.
+    below, above = space.bounded_below, space.bounded_above
+    if not (np.array_equal(below, -np.inf < space.low) and np.array_equal(above, space.high < np.inf)):
+        flags = (np.asarray(below), np.asarray(above))
+    return [(".low", space.low), (".high", space.high), (".bounded_below", flags)]
+
+
+def _build_box(low: Any, high: Any, flags: Any) -> spaces.Box:
+    _check(isinstance(low, np.ndarray) and isinstance(high, np.ndarray), "Box")
+    _check(low.dtype == high.dtype and low.dtype.kind in "biuf" and low.shape == high.shape, "Box")
+    _check(bool(np.all(low <= high)), "Box")  # nor is nan among them
+    space = spaces.Box(low, high, low.shape, low.dtype)
+    for name, flag in zip(("bounded_below", "bounded_above"), (None, None) if flags is None else flags, strict=True):
+        if flag is None:  # numpy made no array of it where the space has no dimensions
+            setattr(space, name, np.asarray(getattr(space, name)))
+        else:
+            _check(isinstance(flag, np.ndarray) and flag.dtype == np.bool_ and flag.shape == low.shape, "Box")
+            setattr(space, name, flag)
+    return space
+
+
+def _build_discrete(numbers: Any) -> spaces.Discrete:
+    _check(isinstance(numbers, np.ndarray) and numbers.shape == (2,) and numbers.dtype.kind in "iu", "Discrete")
+    n, start, dtype = int(numbers[0]), int(numbers[1]), numbers.dtype
+    # Older Gymnasium has int64 alone, and no argument for it.
+    return spaces.Discrete(n, start=start) if dtype == np.int64 else spaces.Discrete(n, start=start, dtype=dtype)
+
+
+def _build_multi_discrete(nvec: Any, start: Any) -> spaces.MultiDiscrete:
+    arrays = isinstance(nvec, np.ndarray) and isinstance(start, np.ndarray)
+    _check(arrays and nvec.dtype.kind in "iu" and start.dtype == nvec.dtype, "MultiDiscrete")
+    return spaces.MultiDiscrete(nvec, dtype=nvec.dtype, start=start)
+
+
+def _build_multi_binary(n: Any) -> spaces.MultiBinary:
+    sizes = n if type(n) is tuple else (n,)
+    _check(all(type(size) is int and 0 < size < 2**63 for size in sizes), "MultiBinary")
+    return spaces.MultiBinary(n)
+
+
+def _build_text(min_length: Any, max_length: Any, characters: Any) -> spaces.Text:
+    _check(type(min_length) is int and type(max_length) is int and type(characters) is str, "Text")
+    _check(0 <= min_length <= max_length < 2**63, "Text")
+    return spaces.Text(max_length, min_length=min_length, charset=characters)
+
+
+def _dict_parts(space: spaces.Dict) -> Parts:
+    head = [(".sort_keys", getattr(space, "sort_keys", True)), (".keys()", tuple(space.spaces))]
+    return head + [(f"[{key!r:.50}]", inner) for key, inner in space.spaces.items()]
+
+
+def _build_dict(sort_keys: Any, keys: Any, *inner: Any) -> spaces.Dict:
+    _check(type(sort_keys) is bool and type(keys) is tuple and len(set(keys)) == len(inner), "Dict")
+    _check(all(isinstance(space, Space) for space in inner), "Dict")
+    space = spaces.Dict(OrderedDict(zip(keys, inner, strict=True)))  # any other mapping is sorted
+    if hasattr(space, "sort_keys"):  # older Gymnasium has none
+        space.sort_keys = sort_keys
+    return space
+
+
+def _inner_parts(space: spaces.Tuple[Any] | spaces.OneOf[Any]) -> Parts:
+    return [(f"[{i}]", inner) for i, inner in enumerate(space.spaces)]
+
+
+def _build_tuple(*inner: Any) -> spaces.Tuple[Any]:
+    _check(all(isinstance(space, Space) for space in inner), "Tuple")
+    return spaces.Tuple(inner)
+
+
+def _build_one_of(*inner: Any) -> spaces.OneOf[Any]:
+    _check(all(isinstance(space, Space) for space in inner), "OneOf")
+    return spaces.OneOf(inner)
+
+
+def _build_sequence(feature: Any, stack: Any) -> spaces.Sequence:
+    _check(isinstance(feature, Space) and type(stack) is bool, "Sequence")
+    return spaces.Sequence(feature, stack=stack)
+
+
+def _build_graph(nodes: Any, edges: Any) -> spaces.Graph:
+    _check(isinstance(nodes, Space) and (edges is None or isinstance(edges, Space)), "Graph")
+    return spaces.Graph(nodes, edges)
+
+
+KINDS: dict[type[Space[Any]], Kind] = {
+    spaces.Box: Kind(_box_parts, _build_box),
+    spaces.Discrete: Kind(lambda s: [(".n", np.array([s.n, s.start], s.dtype))], _build_discrete),
+    spaces.MultiDiscrete: Kind(lambda s: [(".nvec", s.nvec), (".start", s.start)], _build_multi_discrete),
+    spaces.MultiBinary: Kind(lambda s: [(".n", s.n)], _build_multi_binary),
+    spaces.Text: Kind(
+        lambda s: [(".min_length", s.min_length), (".max_length", s.max_length), ("", "".join(s.character_list))],
+        _build_text,
+    ),
+    spaces.Dict: Kind(_dict_parts, _build_dict),
+    spaces.Tuple: Kind(_inner_parts, _build_tuple),
+    spaces.OneOf: Kind(_inner_parts, _build_one_of),
+    spaces.Sequence: Kind(lambda s: [(".feature_space", s.feature_space), (".stack", s.stack)], _build_sequence),
+    spaces.Graph: Kind(lambda s: [(".node_space", s.node_space), (".edge_space", s.edge_space)], _build_graph),
+}

@@ -1,0 +1,277 @@
+"""A seat on a node: the workers of one part of the run, fed by the head's messages. No socket, no user code.
+
+Called by the node agent: `tell` and its kin with what the head said, `take` with what workers said; what is to go to
+the head leaves by `send`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.errors import ClusterEnvError
+from clusterenv.events import emit
+from clusterenv.pool.arena import Arena, ArenaLayout
+from clusterenv.pool.crew import Exit
+from clusterenv.pool.layout import Buffers, Layout
+from clusterenv.pool.messages import Raw
+from clusterenv.pool.mirror import read_fragment, read_rows, write_inputs
+from clusterenv.pool.processes import ProcessCrew
+from clusterenv.protocol.frames import CHUNK
+from clusterenv.protocol.messages import (
+    Answer,
+    Chunk,
+    Exited,
+    Failed,
+    Host,
+    Offer,
+    Output,
+    Pull,
+    Ring,
+    Rung,
+    Tell,
+)
+from clusterenv.spec import Blueprint
+
+__all__ = ["Seat"]
+
+_WINDOW = 4
+"""Chunks of weights that may be on their way at once: other messages wait behind no more than these."""
+
+Send = Callable[[Any, Sequence[Any]], None]
+
+
+class _Ticket(NamedTuple):
+    brings: str
+    slots: tuple[int, ...]
+    side: int
+    num_steps: int
+
+
+class _Weights:
+    """Weights that are being pulled."""
+
+    def __init__(self, offer: Offer) -> None:
+        self.offer = offer
+        self.data = bytearray(offer.size)
+        self.asked = 0
+        self.got: set[int] = set()
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.got) == -(-self.offer.size // CHUNK)
+
+
+class Seat:
+    def __init__(self, host: Host, payload: bytes, send: Send) -> None:
+        self.number = host.seat
+        self._send = send
+        self._slots = dict(host.workers)
+        self._local = {worker: i for i, (worker, _) in enumerate(host.workers)}
+        self._global = [worker for worker, _ in host.workers]
+        spec = _Entry(host.entry_point) if host.entry_point else None
+        blueprint = Blueprint(host.num_envs, payload, False, spec, "")  # type: ignore[arg-type]
+        mode = AutoresetMode(host.mode) if host.mode else None
+        self._crew = ProcessCrew(
+            blueprint,
+            len(host.workers),
+            mode,
+            host.check,
+            host.threads,
+            0.0,  # waiting awake saves less than a network costs, and takes a core from whoever needs it
+            [list(slots) for _, slots in host.workers],
+            host.preload,
+            on_output=self._output,
+            plain=host.other,
+        )
+        self._tickets: dict[tuple[int, int], _Ticket] = {}
+        self._ringing: dict[int, Any] = {}  # worker → None, or its answer
+        self._ring = -1
+        self._waiting: deque[tuple[Any, list[Any]]] = deque()  # behind weights that are still to come
+        self._pulling: _Weights | None = None
+        self._buffers: Buffers | None = None
+        self._arena: Arena | None = None
+
+    def fileno(self) -> int:
+        return self._crew.fileno()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._tickets or self._ringing)
+
+    # -- what the head says -----------------------------------------------------------------------------------
+
+    def rows(self, layout: Any) -> None:
+        plan = msgspec.msgpack.decode(layout, type=Layout)
+        self._buffers = Buffers(plan, self._crew.allocate(plan))
+
+    def fragments(self, layout: Any) -> None:
+        plan = msgspec.msgpack.decode(layout, type=ArenaLayout)
+        self._arena = Arena(plan, self._crew.allocate_arena(plan))
+
+    def start(self, worker: int) -> None:
+        self._crew.start(self._local[worker])
+
+    def kill(self, worker: int) -> None:
+        self._crew.kill(self._local[worker])
+
+    def offer(self, offer: Offer) -> None:
+        self._waiting.append((offer, []))
+        self._go_on()
+
+    def chunk(self, chunk: Chunk, data: Any) -> None:
+        pulling = self._pulling
+        if pulling is None or pulling.offer.offer != chunk.offer:
+            return
+        pulling.data[chunk.at : chunk.at + len(data)] = data
+        pulling.got.add(chunk.at)
+        self._ask(pulling)
+        if pulling.is_whole:
+            self._arrived(pulling)
+
+    def _ask(self, pulling: _Weights) -> None:
+        while pulling.asked < pulling.offer.size and pulling.asked < (len(pulling.got) + _WINDOW) * CHUNK:
+            self._send(Pull(self.number, pulling.offer.offer, pulling.asked), ())
+            pulling.asked += CHUNK
+
+    def _arrived(self, pulling: _Weights) -> None:
+        offer = pulling.offer
+        if hashlib.blake2b(pulling.data, digest_size=16).hexdigest() != offer.digest:
+            emit(logging.WARNING, "weights arrived damaged and are pulled again")
+            self._pulling = _Weights(offer)
+            self._ask(self._pulling)
+            return
+        self._crew.put_weights(0, bytes(pulling.data), offer.place)
+        self._pulling = None
+        self._go_on()
+
+    def tell(self, tell: Tell, frames: list[Any]) -> None:
+        self._waiting.append((tell, frames))
+        self._go_on()
+
+    def ring(self, ring: Ring, frames: list[Any]) -> None:
+        self._waiting.append((ring, frames))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """In the order in which the head spoke: what comes after an offer waits for those weights."""
+        while self._waiting and self._pulling is None:
+            message, frames = self._waiting.popleft()
+            if isinstance(message, Offer):
+                self._pulling = _Weights(message)
+                self._ask(self._pulling)
+            elif isinstance(message, Tell):
+                self._do_tell(message, frames)
+            else:
+                self._do_ring(message, frames)
+
+    def _do_tell(self, tell: Tell, frames: list[Any]) -> None:
+        if tell.brings != "nothing":
+            assert self._buffers is not None
+            write_inputs(self._buffers, tell.slots, tell.actions, frames[1])
+            ticket = _Ticket(tell.brings, self._slots[tell.worker], tell.side, tell.num_steps)
+            self._tickets[tell.worker, tell.request] = ticket
+        self._crew.forward(self._local[tell.worker], bytes(frames[0]))
+
+    def _do_ring(self, ring: Ring, frames: list[Any]) -> None:
+        assert self._buffers is not None
+        everyone = self._all_slots()
+        write_inputs(self._buffers, everyone, True, frames[0])
+        self._ring = ring.request
+        running = [w for w in self._global if self._crew.is_running(self._local[w])]
+        self._ringing = dict.fromkeys(running)
+        self._crew.ring(ring.request)
+
+    def _all_slots(self) -> list[int]:
+        return [slot for worker in self._global for slot in self._slots[worker]]
+
+    # -- what workers say -------------------------------------------------------------------------------------
+
+    def take(self) -> None:
+        """Hand on whatever workers have said."""
+        try:
+            events = self._crew.wait(0.0)
+        except ClusterEnvError as error:
+            self._send(Failed(self.number, str(error)), ())
+            return
+        for local, message in events:
+            worker = self._global[local]
+            if isinstance(message, Exit):
+                self._flush_ring()
+                self._tickets = {key: ticket for key, ticket in self._tickets.items() if key[0] != worker}
+                self._send(Exited(self.number, worker, message.reason, message.tail), ())
+            else:
+                self._heard(worker, message)
+
+    def _heard(self, worker: int, message: int | Raw) -> None:
+        request = message if isinstance(message, int) else message.request
+        if request == self._ring and worker in self._ringing:
+            self._ringing[worker] = message
+            if all(answer is not None for answer in self._ringing.values()):
+                self._send_ring()
+            return
+        self._answer(worker, message)
+
+    def _answer(self, worker: int, message: int | Raw) -> None:
+        if isinstance(message, int):
+            message = Raw(message, True, self._slots[worker], b"")
+        ticket = self._tickets.get((worker, message.request))
+        frames: list[Any] = [message.body]
+        if ticket is not None:
+            if message.last:
+                del self._tickets[worker, message.request]
+            if ticket.brings == "rows":
+                assert self._buffers is not None
+                frames.append(read_rows(self._buffers, message.slots))
+            else:
+                assert self._arena is not None
+                columns = slice(ticket.slots[0], ticket.slots[-1] + 1)
+                frames += read_fragment(self._arena.sides[ticket.side], columns, ticket.num_steps)
+        self._send(Answer(self.number, worker, message.request, message.last, message.slots), frames)
+
+    def _send_ring(self) -> None:
+        assert self._buffers is not None
+        answers = {worker: m for worker, m in self._ringing.items() if isinstance(m, Raw)}
+        self._ringing = {}
+        rows = read_rows(self._buffers, self._all_slots())
+        bodies = [answer.body for answer in answers.values()]
+        self._send(Rung(self.number, self._ring, tuple(answers)), [rows, *bodies])
+
+    def _flush_ring(self) -> None:
+        """A worker is gone in the middle of a whole step: the others' rows go one by one."""
+        ringing, self._ringing = self._ringing, {}
+        for worker, message in ringing.items():
+            self._tickets[worker, self._ring] = _Ticket("rows", self._slots[worker], 0, 0)
+            if message is not None:
+                self._answer(worker, message)
+
+    def _output(self, local: int, text: str) -> None:
+        self._send(Output(self.number, self._global[local], text), ())
+
+    # -- the rest ---------------------------------------------------------------------------------------------
+
+    def progress(self) -> list[tuple[int, int, int, int, int]]:
+        return [
+            (worker, self._crew.pid(i) or 0, *self._crew.progress(i))
+            for i, worker in enumerate(self._global)
+            if self._crew.is_running(i)
+        ]
+
+    def stop_early(self) -> None:
+        self._crew.stop_early()
+
+    def close(self, timeout_s: float) -> None:
+        self._buffers = self._arena = None
+        self._crew.close(timeout_s)
+
+
+class _Entry(NamedTuple):
+    """What the fork server looks at of an `EnvSpec`: which module to import before it forks."""
+
+    entry_point: str

@@ -1,0 +1,1 @@
+"""Frames over TCP with keys; knows no meanings."""

@@ -1,0 +1,211 @@
+"""The two ends of a link: a head that listens, and a node that dials. CURVE always on; frames in, frames out.
+
+Only keys that the head was told to allow get past the handshake; nothing of anybody else's is ever parsed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from clusterenv.errors import StartError
+from clusterenv.transport.keys import KeyPair
+
+__all__ = ["Arrived", "HeadSocket", "Link", "NodeSocket"]
+
+_ZAP = "inproc://zeromq.zap.01"
+
+
+Link = tuple[int, int]
+"""A connection: its descriptor, and how many had the same one before. Numbers of descriptors come again."""
+
+
+class Arrived(NamedTuple):
+    """One wire message: from whose key, over which connection."""
+
+    key: str
+    link: Link
+    route: bytes
+    frames: list[Any]
+
+
+class HeadSocket:
+    """Listens on one address."""
+
+    def __init__(self, host: str, port: int, keys: KeyPair, *, frame_limit: int, dead_after_s: float) -> None:
+        self._context = zmq.Context()
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.linger = 0
+        self._zap.bind(_ZAP)
+        self._allowed: set[bytes] = set()
+        self.refused = 0
+        """Handshakes with a key that is not of this run."""
+        socket = self._context.socket(zmq.ROUTER)
+        socket.linger = 0
+        socket.curve_server = 1
+        socket.curve_publickey = keys.public.encode()
+        socket.curve_secretkey = keys.secret.encode()
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, frame_limit)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(dead_after_s * 250)))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(dead_after_s * 1000))
+        socket.setsockopt(zmq.IPV6, ":" in host)
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._accepted: dict[int, int] = {}
+        self._ended: list[Link] = []
+        self._links: dict[bytes, Link] = {}  # by route
+        self._socket = socket
+        shown = f"[{host}]" if ":" in host else host
+        try:
+            if port:
+                socket.bind(f"tcp://{shown}:{port}")
+            else:
+                port = socket.bind_to_random_port(f"tcp://{shown}", max_tries=1000)
+        except zmq.ZMQError as error:
+            self.close()
+            raise StartError(f"cannot listen on {shown}:{port or '(any)'}: {error.strerror or error}") from None
+        self.address = f"tcp://{shown}:{port}"
+
+    def allow(self, key: str) -> None:
+        self._allowed.add(z85.decode(key))
+
+    def forbid(self, key: str) -> None:
+        self._allowed.discard(z85.decode(key))
+
+    def poll_on(self, poller: zmq.Poller) -> None:
+        for socket in (self._socket, self._zap, self._monitor):
+            poller.register(socket, zmq.POLLIN)
+
+    def receive(self, most: int = 64) -> list[Arrived]:
+        """What has come, at most so many; handshakes are answered on the way."""
+        self._answer_handshakes()
+        arrived: list[Arrived] = []
+        while len(arrived) < most:
+            try:
+                route, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            last = frames[-1] if frames else route
+            link = self._link(route.bytes, int(last.get(zmq.SRCFD)))
+            arrived.append(Arrived(str(last.get("User-Id")), link, route.bytes, [frame.buffer for frame in frames]))
+        return arrived
+
+    def _link(self, route: bytes, descriptor: int) -> Link:
+        if route not in self._links:
+            self._watch()  # a connection was accepted before it said anything, so its number is known after this
+            self._links[route] = (descriptor, self._accepted.get(descriptor, 0))
+        return self._links[route]
+
+    def gone(self) -> list[Link]:
+        """Connections that ended."""
+        self._watch()
+        ended, self._ended = self._ended, []
+        if ended:
+            self._links = {route: link for route, link in self._links.items() if link not in ended}
+        return ended
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            descriptor = int(event["value"])
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._accepted[descriptor] = self._accepted.get(descriptor, 0) + 1
+            else:
+                self._ended.append((descriptor, self._accepted.get(descriptor, 0)))
+
+    def send(self, route: bytes, frames: Sequence[Any]) -> bool:
+        """False where nobody is there any more."""
+        try:
+            self._socket.send_multipart([route, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def _answer_handshakes(self) -> None:
+        while True:
+            try:
+                version, number, _domain, _address, _identity, mechanism, *credentials = self._zap.recv_multipart(
+                    zmq.NOBLOCK
+                )
+            except zmq.Again:
+                return
+            except ValueError:
+                continue
+            key = credentials[0] if credentials else b""
+            if mechanism == b"CURVE" and key in self._allowed:
+                reply = [version, number, b"200", b"", z85.encode(key), b""]
+            else:
+                self.refused += 1
+                reply = [version, number, b"400", b"not a key of this run", b"", b""]
+            self._zap.send_multipart(reply)
+
+    def close(self) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.disable_monitor()
+        self._context.destroy(linger=0)
+
+
+class NodeSocket:
+    """Dials the head; one connection, which is not mended: a lost one is the end of the session."""
+
+    def __init__(self, address: str, head_key: str, keys: KeyPair, *, dead_after_s: float) -> None:
+        self._context = zmq.Context()
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 1000
+        socket.curve_serverkey = head_key.encode()
+        socket.curve_publickey = keys.public.encode()
+        socket.curve_secretkey = keys.secret.encode()
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.IPV6, "[" in address)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(dead_after_s * 250)))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(dead_after_s * 1000))
+        # The head hears of this node's death by its own heartbeats, or by the end of the connection.
+        self._monitor = socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        )
+        self._socket = socket
+        socket.connect(address)
+
+    def poll_on(self, poller: zmq.Poller) -> None:
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+
+    def poll_off(self, poller: zmq.Poller) -> None:
+        poller.unregister(self._socket)
+        poller.unregister(self._monitor)
+
+    def receive(self) -> list[list[Any]]:
+        arrived: list[list[Any]] = []
+        while True:
+            try:
+                arrived.append([frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)])
+            except zmq.Again:
+                return arrived
+
+    def ended(self) -> str | None:
+        """Why the connection is gone, if it is."""
+        try:
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+        except zmq.Again:
+            return None
+        return "lost" if event == zmq.EVENT_DISCONNECTED else "refused"
+
+    def send(self, frames: Sequence[Any]) -> None:
+        self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.disable_monitor()
+        self._context.destroy(linger=int(linger_s * 1000))

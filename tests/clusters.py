@@ -1,0 +1,116 @@
+"""Clusters for tests: machines that are network namespaces, with node agents that the test starts there."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import clusterenv as ce
+from clusterenv.backends import network as networks
+from clusterenv.backends.network import Plan, read_tail
+from clusterenv.head.head import Timing
+from netns import Network
+
+
+def agent_command(plan_or_path: Any, node: int = 0, lease_s: float = 60.0) -> list[str]:
+    import sys
+
+    path = plan_or_path.files[node] if isinstance(plan_or_path, Plan) else plan_or_path
+    limits = ["--lease-s", str(lease_s), "--dead-after-s", str(lease_s)]
+    return [sys.executable, "-m", "clusterenv", "node", "--join", str(path), *limits]
+
+
+class NamespaceJobs:
+    """`Jobs` whose machines are namespaces."""
+
+    def __init__(self, net: Network, plan: Plan) -> None:
+        self.net, self.plan = net, plan
+        self.replaces = True
+        self.agents = [self._start(node) for node in range(len(plan.files))]
+
+    def _start(self, node: int) -> subprocess.Popen[Any]:
+        with (self.plan.folder / f"node-{node}.log").open("ab") as log:
+            command = agent_command(self.plan, node, self.plan.lease_s)
+            return self.net.nodes[node].popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def ended(self) -> dict[int, str]:
+        return {i: f"exited with {agent.poll()}" for i, agent in enumerate(self.agents) if agent.poll() is not None}
+
+    def replace(self, node: int) -> None:
+        if self.replaces and self.agents[node].poll() is not None:
+            self.agents[node] = self._start(node)
+
+    def log_tail(self, node: int) -> str:
+        return read_tail(self.plan.folder / f"node-{node}.log")
+
+    def stop(self) -> None:
+        deadline = time.monotonic() + 3
+        for agent in self.agents:
+            try:
+                agent.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                agent.kill()
+                agent.wait()
+
+
+@dataclass(frozen=True)
+class Namespaces:
+    """A backend over the machines of a `Network`; `jobs[0]` are its agents once it runs."""
+
+    net: Network
+    workers_per_node: int = 1
+    heartbeat: tuple[float, float, float] = (0.2, 1.5, 3.0)
+    move_after_s: float | None = 30.0
+    jobs: list[NamespaceJobs] = field(default_factory=list)
+    is_remote = True
+
+    def start(self, *args: Any) -> Any:
+        timing = Timing(*self.heartbeat, self.move_after_s)
+        head = self.net.head
+        cluster = networks.Cluster(
+            len(self.net.nodes), self.workers_per_node, head.address, timing=timing, oversubscribe=True
+        )
+
+        def launch(plan: Plan) -> NamespaceJobs:
+            self.jobs[:] = [NamespaceJobs(self.net, plan)]
+            return self.jobs[0]
+
+        return head.call(networks.start, cluster, launch, *args)
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """`Manual` as a user has it, and somebody who types its commands on the machines of a `Network`."""
+
+    net: Network
+    folder: Path
+    is_remote = True
+
+    def start(self, *args: Any) -> Any:
+        head = self.net.head
+        manual = ce.Manual(
+            nodes=len(self.net.nodes),
+            bind=head.address,
+            folder=str(self.folder),
+            start_timeout_s=60,
+            oversubscribe=True,
+        )
+        typist = threading.Thread(target=self._type)
+        typist.start()
+        try:
+            return head.call(manual.start, *args)
+        finally:
+            typist.join()
+
+    def _type(self) -> None:
+        for i, host in enumerate(self.net.nodes):
+            path = self.folder / f"node-{i}.key"
+            deadline = time.monotonic() + 30
+            while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            quiet = subprocess.DEVNULL
+            host.popen(agent_command(path), stdin=quiet, stdout=quiet, stderr=quiet)
