@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import clusterenv as ce
 from clusterenv.backends import network as networks
 from clusterenv.backends.network import Plan, read_tail
 from clusterenv.head.head import Timing
-from netns import Network
+from clusterenv.transport.keys import read_joining, write_joining
+from netns import Network, Proxy
 
 
 def agent_command(plan_or_path: Any, node: int = 0, lease_s: float = 60.0) -> list[str]:
@@ -65,7 +68,9 @@ class Namespaces:
     workers_per_node: int = 1
     heartbeat: tuple[float, float, float] = (0.2, 1.5, 3.0)
     move_after_s: float | None = 30.0
+    through_proxy: bool = False
     jobs: list[NamespaceJobs] = field(default_factory=list)
+    proxies: list[Proxy] = field(default_factory=list)
     is_remote = True
 
     def start(self, *args: Any) -> Any:
@@ -76,10 +81,24 @@ class Namespaces:
         )
 
         def launch(plan: Plan) -> NamespaceJobs:
+            if self.through_proxy:
+                self._divert(plan)
             self.jobs[:] = [NamespaceJobs(self.net, plan)]
             return self.jobs[0]
 
         return head.call(networks.start, cluster, launch, *args)
+
+    def _divert(self, plan: Plan) -> None:
+        """Key files that name a proxy on the first node's machine."""
+        for path in plan.files:
+            joining = read_joining(path)
+            if not self.proxies:
+                host, port = joining.address.removeprefix("tcp://").split(":")
+                # Started from another thread: the head's own waits here.
+                self.proxies.append(Proxy(self.net.nodes[0], (host, int(port))))
+            address = "tcp://{}:{}".format(*self.proxies[0].address)
+            path.unlink()
+            write_joining(path, msgspec.structs.replace(joining, address=address))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Faults and strangers on the network path. Each guarantee of reliability is named by its number."""
+"""Faults and strangers on the network path, between namespaces. Each guarantee of reliability has its number."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from torch import nn
 
 import clusterenv as ce
 from clusterenv.transport.keys import Joining, make_keys, read_joining, write_joining
-from test_aps import net
+from clusters import Namespaces
+from netns import Network
+from test_aps import net as mlp
 
 ID = "CartPole-v1"
 FAST = (0.2, 1.5, 3.0)  # beat, dead after, lease
@@ -28,9 +31,14 @@ def zeros(n=4):
     return np.zeros(n, dtype=np.int64)
 
 
-def make(n=4, workers=2, nodes=2, recovery=RECOVERY, **kwargs):
-    backend = ce.Local(workers=workers, network=True, nodes=nodes, heartbeat=FAST, **kwargs)
-    return ce.ClusterEnv(ID, n, backend=backend, recovery=recovery)
+@pytest.fixture
+def net():
+    with Network(nodes=2) as made:
+        yield made
+
+
+def make(net, n=4, **kwargs):
+    return ce.ClusterEnv(ID, n, backend=Namespaces(net, heartbeat=FAST, **kwargs), recovery=RECOVERY)
 
 
 def agents():
@@ -54,8 +62,8 @@ def kinds(envs):
     return [event.kind for event in envs.events()]
 
 
-def test_3_a_killed_node_is_known_at_once_and_replaced():
-    with make() as envs:
+def test_3_a_killed_node_is_known_at_once_and_replaced(net):
+    with make(net) as envs:
         envs.reset(seed=1)
         envs.step(zeros())
         node = agents()[0]
@@ -72,9 +80,9 @@ def test_3_a_killed_node_is_known_at_once_and_replaced():
         assert envs.stats()["incarnations"].tolist() == [1, 1, 0, 0]
 
 
-def test_3_rollout_goes_on_when_a_node_dies_in_it():
-    with make() as envs:
-        collector = envs.collector(ce.TorchPolicy(net(2, 4), dist="categorical"), seed=1)
+def test_3_rollout_goes_on_when_a_node_dies_in_it(net):
+    with make(net) as envs:
+        collector = envs.collector(ce.TorchPolicy(mlp(2, 4), dist="categorical"), seed=1)
         collector.rollout(8)
         agents()[1].kill()
         batch = collector.rollout(64)
@@ -85,8 +93,8 @@ def test_3_rollout_goes_on_when_a_node_dies_in_it():
         assert back - first < 10
 
 
-def test_4_a_stopped_node_is_fenced():
-    with make() as envs:
+def test_4_a_stopped_node_is_fenced(net):
+    with make(net) as envs:
         envs.reset(seed=1)
         envs.step(zeros())
         node = agents()[0]
@@ -100,6 +108,81 @@ def test_4_a_stopped_node_is_fenced():
         for _ in range(10):
             obs = envs.step(zeros())[0]
         assert np.isfinite(obs).all()
+
+
+def test_7_a_node_that_is_cut_off_is_given_up_and_comes_back(net):
+    with make(net) as envs:
+        envs.reset(seed=1)
+        envs.step(zeros())
+        net.nodes[0].link_down()
+        seconds, lost = step_until(envs, lambda: "node_lost" in kinds(envs))
+        assert seconds < FAST[1] + 1.5
+        net.nodes[0].link_up()
+        seconds, more = step_until(envs, lambda: len(envs.stats()["missing_nodes"]) == 0)
+        assert seconds < 5.0
+        for _ in range(20):
+            envs.step(zeros())
+        assert sorted(lost + more) == [0, 1] and envs.stats()["incarnations"].tolist() == [1, 1, 0, 0]
+
+
+def test_8_a_short_cut_costs_nothing(net):
+    with make(net) as envs, ce.ClusterEnv(ID, 4, backend=ce.Local(workers=0)) as same:
+        for e in (envs, same):
+            e.reset(seed=1)
+        for i in range(30):
+            if i in (5, 15):
+                net.nodes[0].link_down()
+                timer = threading.Timer(FAST[1] / 3, net.nodes[0].link_up)
+                timer.start()
+            assert np.array_equal(envs.step(zeros())[0], same.step(zeros())[0]), "no row lost, none twice"
+            if i in (5, 15):
+                timer.join()
+        assert "node_lost" not in kinds(envs)
+
+
+@pytest.mark.parametrize("offset", [300, 5_000, 20_011, 47_500, 90_001])
+def test_9_a_connection_reset_at_any_byte_leaves_whole_fragments_only(net, offset):
+    """Both nodes go through a proxy that resets their connections when so many bytes have come from them."""
+    with ce.ClusterEnv(ID, 4, backend=ce.Local(workers=0)) as reference:
+        first = reference.collector(ce.TorchPolicy(mlp(2, 4), dist="categorical"), seed=1).rollout(64)
+    backend = Namespaces(net, heartbeat=FAST, through_proxy=True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: [proxy.close() for proxy in backend.proxies])
+        envs = stack.enter_context(ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY))
+        collector = envs.collector(ce.TorchPolicy(mlp(2, 4), dist="categorical"), seed=1)
+        batch = collector.rollout(64)
+        assert np.array_equal(batch.obs, first.obs)
+        backend.proxies[0].cut_after(offset, "to_target")
+        seen = 0
+        while "node_lost" not in kinds(envs) and seen < 60:
+            batch = collector.rollout(64)
+            seen += 1
+            assert batch.valid.all() and np.isfinite(batch.obs).all()
+            follows = ~(batch.terminations | batch.truncations)[:-1]
+            moved = np.abs(batch.obs[1:, :, 0] - batch.obs[:-1, :, 0])[follows]
+            assert moved.max() < 0.2, "rows of one episode follow each other"
+        assert "node_lost" in kinds(envs)
+        assert collector.rollout(16).valid.all()
+
+
+def test_bytes_are_those_that_the_kernel_counts(net):
+    """Per node, over rollouts with weights: frames, plus the stated overhead of encryption, TCP and IP."""
+    with make(net) as envs:
+        module = mlp(2, 4)
+        collector = envs.collector(ce.TorchPolicy(module, dist="categorical"), seed=1)
+        collector.rollout(512)
+        kernel, ours = [host.counters() for host in net.nodes], envs.stats()
+        for _ in range(5):
+            with torch.no_grad():
+                module[0].weight.add_(0.01)
+            collector.rollout(512)
+        for i, host in enumerate(net.nodes):
+            received = host.counters()[0] - kernel[i][0]
+            sent = host.counters()[1] - kernel[i][1]
+            told_out = envs.stats()["sent_bytes"][i] - ours["sent_bytes"][i]
+            told_in = envs.stats()["received_bytes"][i] - ours["received_bytes"][i]
+            assert told_in < sent < 1.10 * told_in + 20_000
+            assert told_out < received < 1.10 * told_out + 20_000
 
 
 def test_13_nothing_outlives_a_killed_head(tmp_path):
@@ -131,10 +214,10 @@ def hold_the_gil(seconds):
 
 
 @pytest.mark.parametrize("wait", [time.sleep, hold_the_gil])
-def test_14_a_busy_head_loses_nobody(wait):
-    with make() as envs:
+def test_14_a_busy_head_loses_nobody(net, wait):
+    with make(net) as envs:
         envs.reset(seed=1)
-        collector = envs.collector(ce.TorchPolicy(net(2, 4), dist="categorical"), seed=1)
+        collector = envs.collector(ce.TorchPolicy(mlp(2, 4), dist="categorical"), seed=1)
         for i, batch in enumerate(collector.stream(4)):
             assert batch.valid.all()
             if i in (3, 6):
@@ -147,9 +230,9 @@ def test_14_a_busy_head_loses_nobody(wait):
         assert envs.step(zeros())[0].shape == (4, 4)
 
 
-def test_17_sigterm_says_preempted_and_brings_what_is_there():
-    with make() as envs:
-        collector = envs.collector(ce.TorchPolicy(net(2, 4), dist="categorical"), seed=1)
+def test_17_sigterm_says_preempted_and_brings_what_is_there(net):
+    with make(net) as envs:
+        collector = envs.collector(ce.TorchPolicy(mlp(2, 4), dist="categorical"), seed=1)
         collector.rollout(8)
         node = agents()[0]
         stream = collector.stream(400)
@@ -171,61 +254,62 @@ def joining_of(node):
     return Path(line[line.index("--join") + 1])
 
 
-def run_agent(path, *options, timeout=30, code=None):
+def run_agent(net, path, *options, timeout=30, code=None):
+    """An agent on the second machine, to its end."""
     command = [sys.executable, "-m", "clusterenv", "node", "--join", str(path), *options]
     if code is not None:
         command = [sys.executable, "-c", code, "node", "--join", str(path), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    return net.nodes[1].run(command, timeout)
 
 
-def test_18_two_nodes_with_one_key():
-    with make() as envs:
+def test_18_two_nodes_with_one_key(net):
+    with make(net) as envs:
         envs.reset(seed=1)
-        second = run_agent(joining_of(agents()[0]))
+        second = run_agent(net, joining_of(agents()[0]))
         assert second.returncode == 42 and "is here already" in second.stderr
         for _ in range(5):
             assert "transition_valid" not in envs.step(zeros())[4]
 
 
-def test_20_another_version_is_refused():
-    with make() as envs:
+def test_20_another_version_is_refused(net):
+    with make(net) as envs:
         envs.reset(seed=1)
         code = (
             "import sys, clusterenv.node as node, clusterenv.cli as cli; node.__version__ = '0.0.7'; "
             "sys.exit(cli.main(sys.argv[1:]))"
         )
-        other = run_agent(joining_of(agents()[1]), code=code)
+        other = run_agent(net, joining_of(agents()[1]), code=code)
         assert other.returncode == 42 and "clusterenv 0.0.7 there, 0.1.0 here" in other.stderr
         assert "transition_valid" not in envs.step(zeros())[4]
 
 
-def test_21_strangers_are_refused(tmp_path):
-    with make() as envs:
+def test_21_strangers_are_refused(net, tmp_path):
+    with make(net) as envs:
         envs.reset(seed=1)
         good = read_joining(joining_of(agents()[0]))
         wrong = make_keys()
         stranger = Joining(good.run, 0, good.address, good.head_key, wrong.public, wrong.secret)
         write_joining(tmp_path / "stranger.key", stranger)
-        done = run_agent(tmp_path / "stranger.key", "--lease-s", "2")
+        done = run_agent(net, tmp_path / "stranger.key", "--lease-s", "2")
         assert done.returncode == 42, done.stderr
         posing = Joining(good.run, 0, good.address, wrong.public, good.public, good.secret)
         write_joining(tmp_path / "posing.key", posing)
-        done = run_agent(tmp_path / "posing.key", "--lease-s", "2")
+        done = run_agent(net, tmp_path / "posing.key", "--lease-s", "2")
         assert done.returncode != 0, "a node does not talk to a head whose key it does not know"
         assert envs.stats()["refused_keys"] >= 1
         assert "transition_valid" not in envs.step(zeros())[4]
 
 
-def test_22_garbage_and_slow_connections_do_no_harm():
+def test_22_garbage_and_slow_connections_do_no_harm(net):
     import socket
 
-    with make() as envs:
+    with make(net) as envs:
         envs.reset(seed=1)
         host, port = read_joining(joining_of(agents()[0])).address.removeprefix("tcp://").split(":")
         memory = psutil.Process().memory_info().rss
         open_ones = []
         for i in range(60):
-            connection = socket.create_connection((host, int(port)))
+            connection = net.nodes[0].call(socket.create_connection, (host, int(port)))
             open_ones.append(connection)
             with contextlib.suppress(OSError):
                 connection.sendall(os.urandom(1 << 16) if i % 2 else b"\xff" * 9 + b"\x7f" * 50)
@@ -237,7 +321,7 @@ def test_22_garbage_and_slow_connections_do_no_harm():
         assert "node_lost" not in kinds(envs)
 
 
-def test_25_key_files_that_others_could_read_or_make(tmp_path):
+def test_25_key_files_that_others_could_read_or_make(net, tmp_path):
     keys = make_keys()
     path = tmp_path / "node.key"
     write_joining(path, Joining("run", 0, "tcp://127.0.0.1:9", keys.public, keys.public, keys.secret))
@@ -251,23 +335,25 @@ def test_25_key_files_that_others_could_read_or_make(tmp_path):
         read_joining(tmp_path / "link")
     with pytest.raises(ce.KeyFileError, match="cannot be read"):
         read_joining(tmp_path / "none")
-    done = run_agent(tmp_path / "link")
+    done = run_agent(net, tmp_path / "link")
     assert done.returncode == 42 and "symbolic link" in done.stderr
 
 
-def test_a_node_that_joins_a_finished_run_ends_in_seconds(tmp_path):
+def test_a_node_that_joins_a_finished_run_ends_in_seconds(net, tmp_path):
     keys = make_keys()
     write_joining(tmp_path / "k", Joining("run", 0, "tcp://127.0.0.1:9", keys.public, keys.public, keys.secret))
     start = time.monotonic()
-    done = run_agent(tmp_path / "k", "--lease-s", "2")
+    done = run_agent(net, tmp_path / "k", "--lease-s", "2")
     assert done.returncode == 42 and "the run is over" in done.stderr and time.monotonic() - start < 15
 
 
-def test_a_port_in_use_is_an_error_at_once():
-    with make() as envs:
-        port = int(read_joining(joining_of(agents()[0])).address.rsplit(":", 1)[1])
-        with pytest.raises(ce.StartError, match=f"cannot listen on 127.0.0.1:{port}"):
-            ce.ClusterEnv(ID, 2, backend=ce.Manual(nodes=1, bind="127.0.0.1", port=port, start_timeout_s=1))
+def test_a_port_in_use_is_an_error_at_once(net):
+    with make(net) as envs:
+        address = read_joining(joining_of(agents()[0])).address.removeprefix("tcp://")
+        host, port = address.split(":")
+        manual = ce.Manual(nodes=1, bind=host, port=int(port), start_timeout_s=1)
+        with pytest.raises(ce.StartError, match=f"cannot listen on {address}"):
+            net.head.call(ce.ClusterEnv, ID, 2, backend=manual)
         envs.reset(seed=1)
 
 
@@ -286,7 +372,7 @@ def test_bad_addresses(bind):
         ce.ClusterEnv(ID, 2, backend=ce.Manual(nodes=1, bind=bind, start_timeout_s=1))
 
 
-def test_27_weights_that_arrive_damaged_are_pulled_again(monkeypatch):
+def test_27_weights_that_arrive_damaged_are_pulled_again(net, monkeypatch):
     from clusterenv.head.head import Head
 
     give, spoiled = Head._give, []
@@ -304,15 +390,15 @@ def test_27_weights_that_arrive_damaged_are_pulled_again(monkeypatch):
             give(self, pull)
 
     monkeypatch.setattr(Head, "_give", spoil)
-    with make() as envs:
+    with make(net) as envs:
         expected = [ce.Local(workers=0)]
-        batch = envs.collector(ce.TorchPolicy(net(2, 4), dist="categorical"), seed=1).rollout(8)
+        batch = envs.collector(ce.TorchPolicy(mlp(2, 4), dist="categorical"), seed=1).rollout(8)
         assert spoiled and batch.valid.all() and expected
 
 
-def test_large_policies_travel_in_pieces_and_steps_go_on():
+def test_large_policies_travel_in_pieces_and_steps_go_on(net):
     big = nn.Sequential(nn.Linear(4, 3000), nn.Tanh(), nn.Linear(3000, 700), nn.Tanh(), nn.Linear(700, 2))
-    with make() as envs:
+    with make(net) as envs:
         collector = envs.collector(ce.TorchPolicy(big, dist="categorical"), seed=1)
         batch = collector.rollout(4)
         assert batch.valid.all()
@@ -326,8 +412,8 @@ def test_large_policies_travel_in_pieces_and_steps_go_on():
             assert size < after - before < 1.02 * size
 
 
-def test_a_node_that_stays_away_hands_its_slots_to_the_others():
-    with make(move_after_s=0.5) as envs:
+def test_a_node_that_stays_away_hands_its_slots_to_the_others(net):
+    with make(net, move_after_s=0.5) as envs:
         envs.reset(seed=1)
         envs.step(zeros())
         crew = envs._pool._crew
