@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
@@ -423,3 +424,115 @@ def test_a_node_that_stays_away_hands_its_slots_to_the_others(net):
         for _ in range(20):
             obs, *_ = envs.step(zeros())
         assert np.isfinite(obs).all() and envs.stats()["missing_nodes"] == [0]
+
+
+def test_19_a_late_joiner_collects_with_the_current_weights(net):
+    backend = Namespaces(net, heartbeat=FAST)
+    with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
+        weights = {"w": np.ones((4, 2), np.float32)}
+        collector = envs.collector(ce.NumpyPolicy(forward, weights, dist="categorical"), seed=1)
+        collector.rollout(8)
+        backend.jobs[0].replaces = False
+        agents()[0].kill()
+        stream = collector.stream(8)
+        for _ in range(20):  # the other node goes on alone
+            batch = next(stream)
+            weights["w"] *= 1.01
+            newest = collector.publish()
+        while "node_lost" not in kinds(envs):
+            next(stream)
+        backend.jobs[0].agents[0] = backend.jobs[0]._start(0)
+        while 0 not in batch.slots:
+            batch = next(stream)
+        joined = [e.time_s for e in envs.events() if e.kind == "node_joined"][-1]
+        assert time.time() - joined < 5.0
+        assert (batch.versions == newest).all() and (batch.incarnations == 1).all()
+        stream.close()
+
+
+def test_24_what_is_said_twice_counts_once(net, monkeypatch):
+    from clusterenv.head.head import Head
+
+    hear = Head._hear
+
+    def twice(self, arrived, now):
+        hear(self, arrived, now)
+        hear(self, arrived, now)
+
+    with make(net) as envs, ce.ClusterEnv(ID, 4, backend=ce.Local(workers=0)) as same:
+        monkeypatch.setattr(Head, "_hear", twice)  # but for what they said when they joined
+        for e in (envs, same):
+            e.reset(seed=1)
+        for i in range(40):
+            actions = np.full(4, i % 2)
+            assert np.array_equal(envs.step(actions)[0], same.step(actions)[0])
+        a, b = (
+            e.collector(ce.NumpyPolicy(forward, {"w": np.ones((4, 2), np.float32)}, dist="categorical"), seed=1)
+            for e in (envs, same)
+        )
+        for _ in range(5):
+            assert np.array_equal(a.rollout(16).obs, b.rollout(16).obs)
+        assert "node_lost" not in kinds(envs)
+
+
+def forward(weights, obs):
+    return obs @ weights["w"]
+
+
+HOOKED: list[str] = []
+IS_HOOKED = [False]
+
+
+def test_23_the_head_never_unpickles_what_comes_from_a_network(net):
+    def hook(event, args):
+        if IS_HOOKED[0] and event == "pickle.find_class":
+            HOOKED.append(f"{args}")
+
+    sys.addaudithook(hook)
+    policy = ce.NumpyPolicy(forward, {"w": np.ones((4, 2), np.float32)}, dist="categorical")
+    IS_HOOKED[0] = True
+    try:
+        with make(net) as envs:
+            envs.reset(seed=1)
+            envs.step(zeros())
+            envs.call("render_mode")
+            collector = envs.collector(policy, seed=1)
+            collector.rollout(8)
+            collector.evaluate(episodes=2)
+    finally:
+        IS_HOOKED[0] = False
+    assert HOOKED == []
+
+
+def test_nothing_secret_is_to_be_seen(net):
+    with make(net) as envs:
+        envs.reset(seed=1)
+        path = joining_of(agents()[0])
+        secret = read_joining(path).secret
+        assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+        for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                assert secret not in " ".join(process.cmdline())
+                assert secret not in " ".join(process.environ().values())
+        logs = "".join(log.read_text() for log in path.parent.glob("*.log"))
+        assert secret not in logs and secret not in "".join(str(event) for event in envs.events())
+        listening = net.head.run(["ss", "-Hltn"], 5).stdout.split("\n")
+        assert not any("0.0.0.0:" in line.split()[3] or "*:" in line.split()[3] for line in listening if line)
+    assert not path.exists() and not path.parent.exists()
+
+
+class Odd:
+    pass
+
+
+class OddInfos(gym.Wrapper):
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, reward, terminated, truncated, {**info, "debug": {"sim": Odd()}}
+
+
+def test_infos_that_are_not_plain_data_are_named():
+    with ce.ClusterEnv([lambda: OddInfos(gym.make(ID))] * 2, backend=ce.Local(workers=1, network=True)) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(ce.EnvError, match=r"'debug'.*'sim'.*Odd"):
+            envs.step(zeros(2))

@@ -60,9 +60,14 @@ _OVERHEAD = 64 << 20
 
 
 class _Asked(NamedTuple):
-    worker: int
+    """What an answer brings along."""
+
+    brings: str
     side: int
     num_steps: int
+
+
+_ROWS = _Asked("rows", 0, 0)
 
 
 class RemoteCrew:
@@ -108,7 +113,8 @@ class RemoteCrew:
         self._seated = {seat for seat in range(len(self._workers)) if head.roster.holder(seat) is not None}
         self._hosted: set[int] = set()
         self._running: set[int] = set()
-        self._asked: dict[tuple[int, int], _Asked] = {}  # fragments under way, by (worker, request)
+        self._asked: dict[tuple[int, int], _Asked] = {}  # by (worker, request); what is not here is not listened to
+        self._rung_at: dict[int, int] = {}  # seat → the whole step that it was asked for
         self._weights: list[dict[int, Weights]] = [{} for _ in self._workers]  # per seat: place → what lies there
         self._offered: list[set[int]] = [set() for _ in self._workers]  # places whose weights were offered
         self._offers = 0
@@ -183,18 +189,23 @@ class RemoteCrew:
             actions = isinstance(message, Step) and message.actions is None and message.act is None
         elif isinstance(message, RunFragment):
             brings, slots, side, num_steps = "fragment", self._slots_of[index], message.side, message.num_steps
-            self._asked[index, message.request] = _Asked(index, side, num_steps)
         elif isinstance(message, LoadWeights):
             self._offer(seat, message.offset)
         elif isinstance(message, Close):
             return  # a node closes its seats itself
+        request = getattr(message, "request", None)
+        if request is not None:
+            self._asked[index, request] = _Asked(brings, side, num_steps)
         inputs = [] if not slots else [read_inputs(self._rows, slots, actions)]
-        tell = Tell(seat, index, getattr(message, "request", 0), tuple(slots), brings, side, num_steps, actions)
+        tell = Tell(seat, index, request or 0, tuple(slots), brings, side, num_steps, actions)
         self._head.send(seat, tell, [encode(message), *inputs])
 
     def ring(self, request: int) -> None:
         for seat in self._hosted & self._seated:
             slots = [slot for worker in self._workers[seat] for slot in self._slots_of[worker]]
+            self._rung_at[seat] = request
+            for worker in self._workers[seat]:
+                self._asked[worker, request] = _ROWS
             self._head.send(seat, Ring(seat, request), [read_inputs(self._rows, slots, True)])
 
     def take(self, index: int) -> list[Any]:
@@ -258,6 +269,10 @@ class RemoteCrew:
 
     def _rung(self, seat: int, rung: Rung, frames: list[Any]) -> None:
         workers = self._workers[seat]
+        if self._rung_at.pop(seat, -1) != rung.request:
+            return  # said twice, or of another time
+        for worker in workers:
+            self._asked.pop((worker, rung.request), None)
         if len(frames) != 1 + len(rung.workers):
             raise ProtocolError("a whole step with frames missing")
         write_rows(self._rows, [slot for worker in workers for slot in self._slots_of[worker]], frames[0])
@@ -273,13 +288,17 @@ class RemoteCrew:
         if not frames or not set(answer.slots) <= set(self._slots_of[worker]):
             raise ProtocolError(f"an answer of worker {worker} about slots that it does not have")
         asked = self._asked.get((worker, request))
-        if asked is not None:
+        if asked is None:
+            return  # said twice, or of another time
+        if answer.last:
             del self._asked[worker, request]
-            slots = self._slots_of[worker]
-            if self._arena is None:
-                raise ProtocolError("a fragment that nobody asked for")
-            write_fragment(self._arena.sides[asked.side], slice(slots[0], slots[-1] + 1), asked.num_steps, frames[1:])
-        elif len(frames) > 1:
+        if len(frames) != 1 if asked.brings == "nothing" else len(frames) < 2:
+            raise ProtocolError(f"an answer of worker {worker} with {len(frames)} frames")
+        if asked.brings == "fragment":
+            slots, arena = self._slots_of[worker], self._arena
+            assert arena is not None
+            write_fragment(arena.sides[asked.side], slice(slots[0], slots[-1] + 1), asked.num_steps, frames[1:])
+        elif asked.brings == "rows":
             write_rows(self._rows, answer.slots, frames[1])
         self._events.append((worker, self._reply(frames[0], request) if len(frames[0]) else request))
 
