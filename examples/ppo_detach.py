@@ -2,12 +2,17 @@
 
     python examples/ppo_detach.py                                       trains LunarLander-v3 until it is solved
     python examples/ppo_detach.py --demo --plot runs/ppo_detach.png     the same, with a live display and a curve
+    python examples/ppo_detach.py --sync always                         weights travel after every update
 
 In goes the id of an environment with Box observations and discrete actions; out comes a summary that says where the
 time went, and a plot if asked for. Compare `ppo.py`, where the head acts and the workers only step: here there is no
 loop over steps, there are no reset rows, and advantages come from `clusterenv.learning`.
 
-On two cores, seeds 1 to 8 ended with evaluations from 225 to 260, after 19 to 39 seconds and 340 to 610 thousand steps.
+Weights travel only when the newest policy differs enough from the one that acts (`--sync aps`, see docs/aps.md), so
+the data may be a few updates old; the loss is PPO's for such data.
+
+On two cores that did some other work too, seeds 1 to 8 ended with evaluations from 253 to 265, after 33 to 56 seconds
+and 475 to 573 thousand steps, and pulled weights 12 to 15 times for 30 to 36 versions of the policy.
 """
 
 import argparse
@@ -18,15 +23,16 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
 from torch import nn
-from torch.distributions import Categorical
+from torch.distributions import Categorical, kl_divergence
 
 import clusterenv as ce
-from clusterenv.learning import gae
+from clusterenv.learning import behaviour_weights, effective_sample_size, gae
 
 # Tuned on LunarLander-v3 with 64 environments.
 NUM_STEPS = 256
@@ -58,11 +64,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help=f"stop when the last {RECENT_EPISODES} episodes return this much on average and a greedy "
         "evaluation confirms it (default: the environment's reward_threshold; `inf` trains to the end)",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the return of every episode")
+    parser.add_argument("--sync", choices=("aps", "always", "every"), default="aps", help="when weights travel")
+    parser.add_argument("--threshold", type=float, default=0.02, help="aps: pull above this mean KL per state")
+    parser.add_argument("--every", type=int, default=4, metavar="K", help="every: pull at each K-th version")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the returns, and when weights travelled")
     parser.add_argument("--demo", action="store_true", help="live display (plain lines if not on a terminal)")
     args = parser.parse_args(argv)
     if min(args.num_envs, args.total_steps) < 1 or (args.workers is not None and args.workers < 0):
         parser.error("--num-envs and --total-steps must be at least 1, --workers at least 0")
+    if not 0.0 <= args.threshold < float("inf") or args.every < 1:
+        parser.error("--threshold must be 0 or more, --every at least 1")
     if args.workers is None:
         args.workers = len(os.sched_getaffinity(0))
     args.workers = min(args.workers, args.num_envs)
@@ -115,12 +126,16 @@ def train(args: argparse.Namespace) -> None:
             sys.exit(f"{args.env_id}: this example wants Discrete actions that count from 0")
         agent = Agent(obs_space.shape[0], int(action_space.n))
         optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5)
-        collector = envs.collector(agent, seed=args.seed)
+        rules = {"aps": ce.APS(threshold=args.threshold), "always": ce.Always(), "every": ce.Every(args.every)}
+        collector = envs.collector(agent, seed=args.seed, sync=rules[args.sync])
 
-        steps = tries = 0
+        steps = tries = pulls = 0
         next_try = RECENT_EPISODES
         learning_s = evaluating_s = 0.0
         history: list[tuple[int, float]] = []  # (steps so far, return) of every whole episode
+        updates: list[Update] = []
+        # Of every rollout: steps before it, drift of the workers' policy from the newest, whether they pulled that.
+        requests: list[tuple[int, float, bool]] = []
         reached = False
         started = time.perf_counter()
 
@@ -128,15 +143,22 @@ def train(args: argparse.Namespace) -> None:
             while steps < args.total_steps and not reached:
                 optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1.0 - steps / args.total_steps)
 
-                # The workers act with the agent as it is now.
+                # The agent as it is now is a new version; whether the workers get it is for the rule to say.
+                asked_at = steps
                 batch = collector.rollout(NUM_STEPS).torch()
                 ends = steps + (batch.episodes.t + 1) * args.num_envs
                 history += zip(ends.tolist(), batch.episodes.returns.tolist(), strict=True)
                 steps += int(batch.valid.sum())
 
                 begin = time.perf_counter()
-                learn(agent, optimizer, batch)
+                updates.append(learn(agent, optimizer, batch))
                 learning_s += time.perf_counter() - begin
+
+                stats = collector.stats()
+                pulled, pulls = stats["pulls"] > pulls, stats["pulls"]
+                # After a pull the receipts say 0; what made the rule pull is kept apart. Only APS measures drift.
+                drift = stats["drift_at_pull"] if pulled else batch.receipts[0].drift
+                requests.append((asked_at, updates[-1].drift if drift is None else drift, pulled))
 
                 summary = collector.summary()
                 mean_return = summary["charts/episodic_return"]
@@ -165,8 +187,15 @@ def train(args: argparse.Namespace) -> None:
     print(f"evaluation  {evaluation.mean:.1f} ({EVAL_EPISODES} greedy episodes, {span})")
     if np.isfinite(args.target):
         print(f"target      {args.target:g} {'reached' if evaluation.mean >= args.target else 'not reached'}")
+    versions = stats["version"] + 1
+    kl, ess = np.nanmedian([update.kl for update in updates]), np.nanmedian([update.ess for update in updates])
+    print(f"versions    {versions} (median KL of one update {kl:.4f})")
+    saved = f"at every update {versions}, {versions / stats['pulls']:.1f} times as many bytes"
+    print(f"pulls       {stats['pulls']} ({saved})")
+    print(f"bytes       {stats['weight_bytes']} of weights")
+    print(f"ESS         {ess:.3f} (median effective sample size as an update starts)")
     if args.plot:
-        plot(args, history)
+        plot(args, history, requests)
         print(f"plot        {args.plot}")
 
     # Seconds of wall clock: the workers' are the mean over workers, and they do nothing while the head learns.
@@ -178,17 +207,33 @@ def train(args: argparse.Namespace) -> None:
         print(f"{name:<11} {value:7.1f} s {value / seconds:6.1%}")
 
 
-def learn(agent: Agent, optimizer: torch.optim.Optimizer, batch: ce.Rollout) -> None:
-    """One PPO update on the valid rows of a rollout of tensors."""
+class Update(NamedTuple):
+    drift: float  # of the policy that acted from that at the start of the update: mean KL, estimated from the actions
+    ess: float  # effective sample size at the start
+    kl: float  # mean KL between the policies at the start and at the end
+
+
+def learn(agent: Agent, optimizer: torch.optim.Optimizer, batch: ce.Rollout) -> Update:
+    """One update of decoupled PPO (Hilton et al. 2021) on the valid rows of a rollout of tensors.
+
+    The clip is centred on the policy as the update starts, whichever acted; the weights make up for the difference.
+    With fresh data they are 1, and this is PPO.
+    """
     batch = dataclasses.replace(batch, rewards=batch.rewards * REWARD_SCALE)
     estimate = gae(batch, agent.get_value, GAMMA, GAE_LAMBDA)
+    with torch.no_grad():
+        logits = agent.actor(batch.obs)
+        proximal = Categorical(logits=logits, validate_args=False).log_prob(batch.actions)
     # Rows of an environment that was lost hold fillers. Select: what is masked by multiplying still counts in a mean.
     rows = batch.valid
-    obs, actions, logprobs = batch.obs[rows], batch.actions[rows], batch.logprobs[rows]
+    obs, actions, logits, logprobs = batch.obs[rows], batch.actions[rows], logits[rows], proximal[rows]
     advantages, returns = estimate.advantages[rows], estimate.returns[rows]
+    weights = behaviour_weights(batch, proximal)[rows]
     # Fewer than two rows have no standard deviation; this happens when almost everything was lost.
     if len(returns) < 2:
-        return
+        return Update(np.nan, np.nan, np.nan)
+    log_ratio = logprobs - batch.logprobs[rows]
+    drift = float((log_ratio.exp() - 1.0 - log_ratio).mean())
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     minibatches = max(1, round(len(returns) / MINIBATCH_SIZE))
     for _ in range(EPOCHS):
@@ -197,11 +242,14 @@ def learn(agent: Agent, optimizer: torch.optim.Optimizer, batch: ce.Rollout) -> 
             ratio = (logprob - logprobs[index]).exp()
             gain = torch.min(ratio * advantages[index], ratio.clamp(1.0 - CLIP, 1.0 + CLIP) * advantages[index])
             value_error = (value.squeeze(-1) - returns[index]).square()
-            loss = VALUE_COEF * value_error.mean() - gain.mean() - ENTROPY_COEF * entropy.mean()
+            loss = VALUE_COEF * value_error.mean() - (weights[index] * gain).mean() - ENTROPY_COEF * entropy.mean()
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRAD_NORM)
             optimizer.step()
+    with torch.no_grad():
+        kl = kl_divergence(Categorical(logits=logits), Categorical(logits=agent.actor(obs))).mean()
+    return Update(drift, effective_sample_size(batch, proximal), float(kl))
 
 
 class LineDisplay(contextlib.AbstractContextManager):
@@ -223,7 +271,8 @@ class LineDisplay(contextlib.AbstractContextManager):
         print(
             f"{elapsed_s:6.1f} s  {steps:>8} of {self.args.total_steps} steps  "
             f"{steps / elapsed_s:6.0f} steps/s  mean return {mean_return:.1f}  episodes {episodes}  "
-            f"workers {self.args.workers} ({summary['collect/steps_per_s']:.0f} steps/s)",
+            f"workers {self.args.workers} ({summary['collect/steps_per_s']:.0f} steps/s)  "
+            f"pulls {summary['sync/pulls']:.0f} of {summary['sync/version'] + 1:.0f}",
             flush=True,
         )
 
@@ -267,6 +316,8 @@ class LiveDisplay(contextlib.AbstractContextManager):
         table.add_row("episodes", f"{episodes:,}" + (f"  [red]{lost:.0f} lost rows[/]" if lost else ""))
         table.add_row("workers", f"{self.args.workers} for {self.args.num_envs} environments")
         table.add_row("", f"[dim]{shares}  waiting {summary['collect/share_waiting']:.0%}[/]")
+        pulled = f"{summary['sync/pulls']:.0f} pulls for {summary['sync/version'] + 1:.0f} versions"
+        table.add_row("weights", f"{pulled}  [dim]{summary['sync/weight_bytes']:,.0f} bytes[/]")
         table.add_row("elapsed", f"{minutes}:{seconds:02d}")
         self.live.update(Panel(table, title=f"PPO on {self.args.env_id}: the workers act", expand=False))
 
@@ -279,25 +330,41 @@ def sparkline(curve: list[float], width: int) -> str:
     return "".join("▁▂▃▄▅▆▇█"[int(7 * (value - low) / (high - low or 1.0))] for value in picked)
 
 
-def plot(args: argparse.Namespace, history: list[tuple[int, float]]) -> None:
+def plot(args: argparse.Namespace, history: list[tuple[int, float]], requests: list[tuple]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")  # no window: this may run on a machine without a screen
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    shape = {"sharex": True, "height_ratios": (5, 3), "figsize": (8, 6.5), "layout": "constrained"}
+    figure, (upper, lower) = plt.subplots(2, **shape)
     if history:
         steps, returns = np.array(history).T
         sums = np.cumsum(np.concatenate(([0.0], returns)))
         last = np.arange(1, len(returns) + 1)
         first = np.maximum(0, last - RECENT_EPISODES)
-        axes.scatter(steps, returns, s=6, alpha=0.3, linewidths=0, label="episode")
-        axes.plot(steps, (sums[last] - sums[first]) / (last - first), color="C1", label=f"mean of {RECENT_EPISODES}")
+        upper.scatter(steps, returns, s=6, alpha=0.3, linewidths=0, label="episode")
+        upper.plot(steps, (sums[last] - sums[first]) / (last - first), color="C1", label=f"mean of {RECENT_EPISODES}")
     if np.isfinite(args.target):
-        axes.axhline(args.target, color="grey", linestyle="--", linewidth=1, label="target")
-    axes.set(xlabel="environment steps", ylabel="episode return", title=f"PPO on {args.env_id}, seed {args.seed}")
-    axes.set_xlim(left=0)
-    axes.legend(loc="lower right", markerscale=2)
+        upper.axhline(args.target, color="grey", linestyle="--", linewidth=1, label="target")
+    upper.set(ylabel="episode return", title=f"PPO on {args.env_id}, seed {args.seed}")
+    upper.legend(loc="lower right", markerscale=2)
+
+    # A pull sets the drift to zero: the line falls there, and the next rollout is acted by the newest policy.
+    line = [point for at, drift, pulled in requests for point in ((at, drift), (at, 0.0))[: 1 + pulled]]
+    pulls = [(at, drift) for at, drift, pulled in requests if pulled]
+    lower.plot(*zip(*line, strict=True), color="C0", marker=".", linewidth=1.2, label="as a rollout begins")
+    style = {"linestyle": "", "marker": "v", "markersize": 7, "color": "C3", "clip_on": False, "zorder": 3}
+    lower.plot(*zip(*pulls, strict=True), **style, label=f"{len(pulls)} pulls for {len(requests)} rollouts")
+    if args.sync == "aps":
+        style = {"color": "grey", "linestyle": "--", "linewidth": 1}
+        lower.axhline(args.threshold, **style, label=f"threshold {args.threshold:g}")
+    lower.set(xlabel="environment steps", ylabel="mean KL per state")
+    lower.set_title("How far the newest policy is from that of the workers", fontsize="medium", loc="left")
+    lower.set_ylim(0.0, 1.45 * np.nanmax([0.01, *(drift for _, drift in line)]))  # room for the legend
+    lower.set_xlim(left=0)
+    lower.xaxis.set_major_formatter("{x:,.0f}")
+    lower.legend(loc="upper center", ncols=3)
     args.plot.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.plot, dpi=120)
     plt.close(figure)

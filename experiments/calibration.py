@@ -66,9 +66,9 @@ def record(env: str, rule: ce.APS, total_steps: int, num_envs: int, nodes: int, 
         while steps < total_steps:
             batch = collector.rollout(learner.num_steps)
             steps += batch.valid.size
-            for receipt in batch.receipts:
-                columns = list(receipt.slots)
-                states.setdefault(receipt.version, []).append(batch.obs[:, columns].reshape(-1, *batch.obs.shape[2:]))
+            for version in {receipt.version for receipt in batch.receipts}:
+                columns = [slot for receipt in batch.receipts if receipt.version == version for slot in receipt.slots]
+                states.setdefault(version, []).append(batch.obs[:, columns].reshape(-1, *batch.obs.shape[2:]))
             learner.learn(batch, collector.publish)
         return Record(rule, happened, weights, states, cluster.single_action_space)
 
@@ -81,8 +81,8 @@ def listen(exchange: Exchange, happened: list[Noted | Asked], weights: dict[int,
         happened.append(Noted(version, rows, params))
         note(version, rows, params)
 
-    def considered(node: int) -> Any:
-        decision = consider(node)
+    def considered(node: int, max_lag: int | None = None) -> Any:
+        decision = consider(node, max_lag)
         latest = exchange.publisher.snapshot()
         if latest not in weights:
             weights[latest] = _float64(module, exchange.publisher.data)

@@ -163,3 +163,20 @@ def test_a_rule_that_raises_leaves_everything_usable():
         assert envs.collector(policy, seed=1).rollout(3).valid.all()
         with pytest.raises(ce.PolicyError, match="ess"):
             envs.collector(ce.TorchPolicy(net(2, 4), dist="epsilon-greedy"), sync=ce.APS(ess=0.9))
+
+
+def test_the_drift_does_not_depend_on_who_sent_the_samples():
+    """More samples than a reservoir holds, from one worker or three."""
+    seen = []
+    for workers in (0, 1, 3):
+        module = net(2, 4)
+        with ce.ClusterEnv("CartPole-v1", 48, backend=ce.Local(workers=workers)) as envs:
+            policy = ce.TorchPolicy(module, dist="categorical")
+            collector = envs.collector(policy, seed=1, sync=ce.APS(threshold=10.0))
+            generator = torch.Generator().manual_seed(0)
+            drifts = []
+            for _ in range(5):
+                drifts.append(collector.rollout(256).receipts[0].drift)
+                nudge(module, 0.02, generator)
+            seen.append(drifts)
+    assert seen[0][-1] > 0 and seen[0] == seen[1] == seen[2]

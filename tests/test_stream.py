@@ -273,3 +273,36 @@ def test_a_worker_that_reads_its_weights_late_still_gets_those_it_was_told_of():
             policy.values = {"logits": np.array([0.0, 0.0, 0.01 * (i + 1)], dtype=np.float32)}
             logits_of[collector.publish()] = policy.values["logits"]
         assert collector.stats()["pulls"] > 20 and slow == sorted(slow)
+
+
+def test_what_would_be_dropped_for_its_age_makes_its_node_pull():
+    """A rule that puts up with old weights and a bound that drops what they do would otherwise wait for ever."""
+    policy = ce.TorchPolicy(torch.nn.Linear(4, 2), dist="categorical")
+    with ce.ClusterEnv("CartPole-v1", 4, backend=ce.Local(workers=2)) as envs:
+        collector = envs.collector(policy, seed=1, sync=ce.APS(threshold=0.5))
+        lags = []
+        for batch in collector.stream(8, max_staleness=5, timeout_s=20):
+            lags.append(batch.receipts[0].lag)
+            with torch.no_grad():
+                policy.module.bias.add_(torch.tensor([1e-5, -1e-5]))
+            collector.publish()
+            if len(lags) == 40:
+                break
+        assert max(lags) <= 5
+        assert any("max_staleness=5" in event.reason for event in envs.events() if event.kind == "pull")
+
+
+def test_shares_of_time_are_shares():
+    """Workers go on while the learner works, and that time counts."""
+    policy = ce.TorchPolicy(torch.nn.Linear(4, 2), dist="categorical")
+    with ce.ClusterEnv("CartPole-v1", 8, backend=ce.Local(workers=1)) as envs:
+        collector = envs.collector(policy, seed=1)
+        begin = time.perf_counter()
+        for i, _ in enumerate(collector.stream(64)):
+            time.sleep(0.02)
+            if i == 20:
+                break
+        stats = collector.stats()
+        assert stats["collecting_s"] <= time.perf_counter() - begin
+        assert stats["collecting_s"] > 20 * 0.02
+        assert sum(stats["time_shares"].values()) == pytest.approx(1.0, abs=0.05)

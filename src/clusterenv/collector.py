@@ -173,9 +173,9 @@ class Collector:
             while True:
                 items: dict[int, Item] = {}  # worker → its fragment: one per slot in a batch
                 later: list[Item] = []
+                deadline = None if timeout_s is None else time.monotonic() + timeout_s
                 while sum(len(self._pool.slots_of[worker]) for worker in items) < min_envs:
-                    self._feed(stream)
-                    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+                    self._feed(stream, max_staleness)
                     item = stream.wait(deadline, timeout_s, self._policy.knobs())
                     if self._is_too_old(item, max_staleness):
                         stream.release(item)
@@ -192,17 +192,22 @@ class Collector:
                 batch = self._batch(parts, num_steps, True)
                 for item in items.values():
                     stream.release(item)
-                self._feed(stream)  # before the learner works, not after
-                self._tally.collecting_s += time.perf_counter() - begin
+                self._feed(stream, max_staleness)  # before the learner works, not after
+                begin = self._count_time(begin)  # goes on while the learner works: so do the workers
                 yield batch
-                begin = time.perf_counter()
         finally:
+            self._count_time(begin)
             self._tally.counts["dropped_fragments"] += desk.close_stream()
 
-    def _feed(self, stream: FragmentStream) -> None:
+    def _count_time(self, begin: float) -> float:
+        now = time.perf_counter()
+        self._tally.collecting_s += now - begin
+        return now
+
+    def _feed(self, stream: FragmentStream, max_staleness: int | None) -> None:
         """Whoever has a free place gets something to do, and before that the weights that its rule asks for."""
         for node in sorted({self._pool.node_of[worker] for worker in stream.with_room}):
-            self._offer(node)
+            self._offer(node, max_staleness)
         stream.feed(self._policy.knobs())
 
     def _is_too_old(self, item: Item, max_staleness: int | None) -> bool:
@@ -246,15 +251,18 @@ class Collector:
         for node in range(len(self._exchange.holdings)):
             self._offer(node)
 
-    def _offer(self, node: int) -> None:
-        """The node's workers are to have this policy, in the newest version or in one that the rule puts up with."""
+    def _offer(self, node: int, max_lag: int | None = None) -> None:
+        """The node's workers are to have this policy, in the newest version or in one that the rule puts up with.
+
+        `max_lag`: what is older would be dropped, and nothing ever learned from it: pull, whatever the rule says.
+        """
         desk = self._pool.desk
         if self._envs.attached is not self:
             self._envs.attached = self
             self._exchange.forget()
             desk.attach(self._attached)
         begin = time.perf_counter()
-        verdict = self._exchange.consider(node)
+        verdict = self._exchange.consider(node, max_lag)
         self._tally.considering_s += time.perf_counter() - begin
         if verdict.pull:
             version, data = self._exchange.pull(node)
@@ -280,11 +288,7 @@ class Collector:
             self._exchange.holdings[node].fragment_bytes += size_of(part, num_steps)
         space, leaves = self._envs.single_observation_space, self._pool.layout.obs
         batch = put_together(parts, num_steps, space, leaves, tuple(receipts), copy)
-        first = 0
-        for part in parts:
-            if part.result is not None and part.result.samples is not None:
-                self._note_drift(batch, first, self._pool.node_of[part.worker], part.result)
-            first += len(part.slots)
+        self._note_drift(batch, parts)
         self._tally.batch(batch)
         return batch
 
@@ -293,12 +297,25 @@ class Collector:
         slots = self._pool.slots_of[worker]
         return Part(worker, slots, side, result, incarnations, int(self._sequence[worker]) - 1)
 
-    def _note_drift(self, batch: Rollout, first: int, node: int, result: FragmentResult) -> None:
-        samples = result.samples
-        assert samples is not None
-        when, who = samples.t, samples.columns + first
-        there = batch.valid[when, who]
-        when, who, params = when[there], who[there], samples.params[there]
+    def _note_drift(self, batch: Rollout, parts: list[Part]) -> None:
+        """The batch's samples to the drift table, in an order that does not depend on who sent them."""
+        sampled: dict[int, list[tuple[Any, Any, Any]]] = {}  # version → t, column, parameters
+        first = 0
+        for part in parts:
+            if part.result is not None and part.result.samples is not None:
+                samples = part.result.samples
+                entry = (samples.t, samples.columns + first, samples.params)
+                sampled.setdefault(part.result.version, []).append(entry)
+                sent = samples.params.nbytes + samples.t.size * 4
+                self._exchange.holdings[self._pool.node_of[part.worker]].drift_bytes += sent
+            first += len(part.slots)
+        for version, entries in sampled.items():
+            when, who, params = (np.concatenate(pieces) for pieces in zip(*entries, strict=True))
+            order = np.lexsort((who, when))
+            order = order[batch.valid[when[order], who[order]]]
+            self._note_states(batch, version, when[order], who[order], params[order])
+
+    def _note_states(self, batch: Rollout, version: int, when: Any, who: Any, params: Any) -> None:
         rows: dict[str, Any] = {}
         if self._is_recurrent:
             steps = np.minimum(np.arange(REPLAY), batch.num_steps - 1)
@@ -310,8 +327,7 @@ class Collector:
             rows["obs"] = map_arrays(lambda values: values[when, who], batch.obs)
         if batch.action_masks is not None:
             rows["mask"] = batch.action_masks[when, who]
-        self._exchange.publisher.note(result.version, rows, params)
-        self._exchange.holdings[node].drift_bytes += params.nbytes + samples.t.size * 4
+        self._exchange.publisher.note(version, rows, params)
 
     # -- evaluating -------------------------------------------------------------------------------------------
 
@@ -345,6 +361,7 @@ class Collector:
                 others[node] = other
             elif holding.version != newest:  # the rule puts up with older weights: not here
                 others[node] = self._exchange.publisher.data
+            holding.evaluation_bytes += len(others.get(node, b""))
         played = self._pool.desk.evaluate(episodes, seed, deterministic, record, policy.knobs(), others)
         return Evaluation(
             np.array([episode.total for episode in played]),
@@ -370,7 +387,7 @@ class Collector:
     def stats(self) -> dict[str, Any]:
         """Counters and times: in all, per worker, and under `nodes` what each machine has, pulled and sent."""
         nodes = [holding.as_dict() for holding in self._exchange.holdings]
-        sums = ("pulls", "weight_bytes", "header_bytes", "drift_bytes", "fragment_bytes")
+        sums = ("pulls", "weight_bytes", "evaluation_bytes", "header_bytes", "drift_bytes", "fragment_bytes")
         stalest = max(nodes, key=lambda node: -1.0 if node["drift"] is None else node["drift"])
         return {
             **self._tally.stats(),

@@ -34,6 +34,8 @@ class Holding:
     drift_at_pull: float | None = None
     pulls: int = 0
     weight_bytes: int = 0
+    evaluation_bytes: int = 0
+    """Weights that went only to be evaluated."""
     header_bytes: int = 0
     drift_bytes: int = 0
     fragment_bytes: int = 0
@@ -48,6 +50,7 @@ class Holding:
             "drift_at_pull": self.drift_at_pull,
             "pulls": self.pulls,
             "weight_bytes": self.weight_bytes,
+            "evaluation_bytes": self.evaluation_bytes,
             "header_bytes": self.header_bytes,
             "drift_bytes": self.drift_bytes,
             "fragment_bytes": self.fragment_bytes,
@@ -84,10 +87,12 @@ class Exchange:
             drift = publisher.drift(holding.version, self._policy.knobs())
         return Standing(holding.version, latest, *((None, None) if drift is None else drift[:2]))
 
-    def consider(self, node: int) -> Decision:
-        """Whether the node pulls, now that something is asked of it."""
+    def consider(self, node: int, max_lag: int | None = None) -> Decision:
+        """Whether the node pulls, now that something is asked of it; more than `max_lag` behind it does in any case."""
         holding = self.holdings[node]
         holding.standing = self.stand(node)
+        if max_lag is not None and holding.standing.lag > max_lag:
+            return Decision(True, f"{holding.standing.lag} versions behind, max_staleness={max_lag}")
         return decide(self.rule, holding.standing)
 
     def pull(self, node: int) -> tuple[int, bytes]:

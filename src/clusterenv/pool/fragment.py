@@ -66,6 +66,7 @@ class FragmentLoop:
 
     def set_policy(self, request: SetPolicy) -> Reply:
         self._group.at[1] = INIT  # importing torch may take long
+        self._actor = None
         try:
             self._actor = pickle.loads(request.recipe).build()
             self._state = self._actor.initial_state(-(-len(self._group.slots) // PAD) * PAD)
@@ -80,7 +81,8 @@ class FragmentLoop:
         return Reply(request.request, [])
 
     def load(self, request: LoadWeights, memory: memoryview) -> Reply:
-        assert self._actor is not None
+        if self._actor is None:
+            return Reply(request.request, [])  # it could not be built, which was told
         try:
             self._actor.load(decode(memory[request.offset : request.offset + request.size]))
         except Exception as error:  # as above
