@@ -20,6 +20,7 @@ from torch import nn
 import clusterenv as ce
 from clusterenv.transport.keys import Joining, make_keys, read_joining, write_joining
 from clusters import Namespaces
+from experiments.learners import PPO
 from netns import Network
 from test_aps import net as mlp
 
@@ -539,3 +540,22 @@ def test_infos_that_are_not_plain_data_are_named():
         envs.reset(seed=1)
         with pytest.raises(ce.EnvError, match=r"'debug'.*'sim'.*Odd"):
             envs.step(zeros(2))
+
+
+def test_aps_saves_bytes_that_the_kernel_counts(net):
+    """The same PPO run under both rules; what went from the head to the nodes, by the interfaces' own counters."""
+    received = {}
+    for name, rule in {"Always": ce.Always(), "APS": ce.APS(threshold=0.02)}.items():
+        torch.manual_seed(1)
+        with make(net, n=16) as envs:
+            learner = PPO(envs.single_observation_space, envs.single_action_space, 30 * 32 * 16)
+            collector = envs.collector(learner.policy, sync=rule, seed=1)
+            collector.rollout(32)
+            before = [host.counters()[0] for host in net.nodes]
+            for _ in range(30):
+                learner.learn(collector.rollout(32), collector.publish)
+            kernel = sum(host.counters()[0] - start for host, start in zip(net.nodes, before, strict=True))
+            stats = collector.stats()
+        received[name] = kernel
+        print(f"{name}: {stats['pulls']} pulls, {stats['weight_bytes']} bytes of weights, {kernel} bytes by the kernel")
+    assert received["APS"] < 0.7 * received["Always"]
