@@ -90,6 +90,7 @@ def uneven(job: Job, workers: list[int]) -> list[Window]:
     thunks = [partial(napping, job.env_id, nap_s) for nap_s in naps]
     with closing(ce.ClusterEnv(thunks, backend=ce.Local(workers=len(workers)))) as envs:
         collector = envs.collector(Agent(envs.single_observation_space, envs.single_action_space))
+        collector.rollout(SHORT_STEPS)  # all workers have imported torch
         with closing(collector.stream(SHORT_STEPS)) as batches:
 
             def advance() -> int:

@@ -3,45 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
-import subprocess
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
 import clusterenv as ce
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-def run(name: str, *options: object, timeout_s: float = 100.0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / name), *map(str, options)],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def summary(output: str, name: str) -> float:
-    match = re.search(rf"^{re.escape(name)} +(-?[\d.]+)", output, re.MULTILINE)
-    assert match, output
-    return float(match[1])
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), EXAMPLES / name)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from examples import load, run, summary
 
 
 def test_ppo_detach_runs_draws_its_curve_and_says_where_the_time_went(tmp_path):

@@ -14,7 +14,7 @@ import torch
 
 import clusterenv as ce
 from clusterenv.learning import gae
-from test_detach_examples import EXAMPLES, load, run, summary
+from examples import EXAMPLES, load, run, summary
 
 
 @pytest.mark.parametrize("sync, few", [("aps", 1), ("every", 3), ("always", 6)])

@@ -7,9 +7,7 @@ here, but not there; such modules are sent whole.
 from __future__ import annotations
 
 import contextlib
-import site
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -42,16 +40,17 @@ def _own_by_value() -> Iterator[None]:
 
 
 def is_own(module: ModuleType | None) -> bool:
-    """Whether a module is the user's own file, rather than something that is installed."""
+    """Whether a module is a file of the user's project: beside the script, or in the folder where it was started."""
     file = getattr(module, "__file__", None)
     if module is None or not isinstance(file, str) or module.__name__.split(".")[0] in ("clusterenv", "__main__"):
         return False
     path = Path(file).resolve()
-    return not any(path.is_relative_to(folder) for folder in _installed())
+    if {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(Path(sys.prefix).resolve()):
+        return False
+    return any(path.is_relative_to(folder) for folder in _project())
 
 
-def _installed() -> list[Path]:
-    paths = sysconfig.get_paths()
-    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders += [*site.getsitepackages(), site.getusersitepackages(), sys.prefix, sys.base_prefix]
-    return [Path(folder).resolve() for folder in folders if folder]
+def _project() -> list[Path]:
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    folders = [Path.cwd(), *([Path(script).resolve().parent] if isinstance(script, str) else [])]
+    return [folder for folder in folders if folder != Path(folder.anchor)]

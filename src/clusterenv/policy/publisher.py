@@ -36,7 +36,8 @@ class Publisher:
         self._of_data = -1  # version of `data`
         self._is_behind = True  # that is an older one
         self._kept: dict[int, bytes] = {}  # weights of versions in use
-        self._probes: dict[int, Actor] = {}
+        self._probe: Actor | None = None
+        self._loaded = -1  # version that the probe has
         self._table = DriftTable(divergence(family), self._forward_newest, self._forward_of)
 
     # -- versions ---------------------------------------------------------------------------------------------
@@ -86,7 +87,6 @@ class Publisher:
         if self.version in versions:
             self._kept[self.version] = self.data
         self._table.keep(versions)
-        self._probes = {v: probe for v, probe in self._probes.items() if v == self.version}
 
     def _forward_newest(self, rows: Any) -> Any:
         return self._run(self.version, self.data, rows)
@@ -95,11 +95,12 @@ class Publisher:
         return self._run(version, self._kept[version], rows)
 
     def _run(self, version: int, data: bytes, rows: Any) -> Any:
-        actor = self._probes.get(version)
-        if actor is None:
-            actor = pickle.loads(self._recipe).build()  # a copy of its own: the learner's module is not touched
+        if self._probe is None:
+            self._probe = pickle.loads(self._recipe).build()  # a copy of its own: the learner's module is not touched
+        actor: Actor = self._probe
+        if self._loaded != version:
             actor.load(codec.decode(data))
-            self._probes = {version: actor}
+            self._loaded = version
         params = _replay(actor, rows) if "state" in rows else _forward(actor, rows["obs"])
         return mask_logits(params, rows["mask"]) if "mask" in rows else params
 
