@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-fast check format bench clean
+.PHONY: demo test test-network test-fast check format bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,10 +16,15 @@ demo: $(VENV)/.ready
 	$(BIN)/python examples/ppo_detach.py --demo --plot runs/demo.png
 
 test: $(VENV)/.ready
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not network"
+
+# Needs root: the machines of its clusters are network namespaces.
+test-network: $(VENV)/.ready
+	command -v ip bridge tc ss > /dev/null || apt-get install --yes --quiet iproute2
+	$(BIN)/pytest -m network
 
 test-fast: $(VENV)/.ready
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow and not network"
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .

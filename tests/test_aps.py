@@ -166,9 +166,9 @@ def test_a_rule_that_raises_leaves_everything_usable():
 
 
 def test_the_drift_does_not_depend_on_who_sent_the_samples():
-    """More samples than a reservoir holds, from one worker or three."""
+    """More samples than a reservoir holds, from one process or three."""
     seen = []
-    for workers in (0, 1, 3):
+    for workers in (0, 3):
         module = net(2, 4)
         with ce.ClusterEnv("CartPole-v1", 48, backend=ce.Local(workers=workers)) as envs:
             policy = ce.TorchPolicy(module, dist="categorical")
@@ -179,4 +179,4 @@ def test_the_drift_does_not_depend_on_who_sent_the_samples():
                 drifts.append(collector.rollout(256).receipts[0].drift)
                 nudge(module, 0.02, generator)
             seen.append(drifts)
-    assert seen[0][-1] > 0 and seen[0] == seen[1] == seen[2]
+    assert seen[0][-1] > 0 and seen[0] == seen[1]

@@ -22,6 +22,7 @@ from test_aps import net, nudge
 from toys import SpaceEnv, Trouble, same
 
 ID = "CartPole-v1"
+pytestmark = pytest.mark.network
 
 
 @pytest.fixture(params=["local", "network", "manual"])

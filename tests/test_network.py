@@ -24,6 +24,7 @@ from experiments.learners import PPO
 from netns import Network
 from test_aps import net as mlp
 
+pytestmark = pytest.mark.network
 ID = "CartPole-v1"
 FAST = (0.2, 1.5, 3.0)  # beat, dead after, lease
 RECOVERY = ce.Recovery(backoff_s=(0.05, 0.1))
