@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-network test-fast check format bench clean
+.PHONY: demo test test-examples test-network test-fast check format bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,7 +16,10 @@ demo: $(VENV)/.ready
 	$(BIN)/python examples/ppo_detach.py --demo --plot runs/demo.png
 
 test: $(VENV)/.ready
-	$(BIN)/pytest -m "not network"
+	$(BIN)/pytest -m "not network and not examples"
+
+test-examples: $(VENV)/.ready
+	$(BIN)/pytest -m examples
 
 # Needs root: the machines of its clusters are network namespaces.
 test-network: $(VENV)/.ready
@@ -24,7 +27,7 @@ test-network: $(VENV)/.ready
 	$(BIN)/pytest -m network
 
 test-fast: $(VENV)/.ready
-	$(BIN)/pytest -m "not slow and not network"
+	$(BIN)/pytest -m "not slow and not network and not examples"
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .

@@ -192,7 +192,7 @@ def test_trajectories_do_not_depend_on_the_spread_of_slots(kind):
     else:
         agent = ce.TorchPolicy(Cnn() if kind == "cnn" else Mlp(8, 4), dist="categorical")
     batches = []
-    for workers in (1, 2, 5, 64):
+    for workers in (1, 2, 5, *((64,) if kind != "cnn" else ())):
         backend = ce.Local(workers=workers, preload=() if kind == "numpy" else ("torch",))
         with ce.ClusterEnv([env] * 64, backend=backend) as envs:
             collector = envs.collector(agent, seed=7)

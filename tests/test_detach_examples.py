@@ -12,6 +12,8 @@ import torch
 import clusterenv as ce
 from examples import load, run, summary
 
+pytestmark = pytest.mark.examples
+
 
 def test_ppo_detach_runs_draws_its_curve_and_says_where_the_time_went(tmp_path):
     png = tmp_path / "new folder" / "curve.png"

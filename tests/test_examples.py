@@ -9,6 +9,8 @@ import pytest
 
 from examples import interrupt, load, run, summary
 
+pytestmark = pytest.mark.examples
+
 
 def test_ppo_runs_and_draws_its_curve(tmp_path):
     png = tmp_path / "new folder" / "curve.png"

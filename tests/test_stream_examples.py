@@ -12,6 +12,8 @@ import torch
 import clusterenv as ce
 from examples import interrupt, load, run, summary
 
+pytestmark = pytest.mark.examples
+
 
 @pytest.mark.parametrize(
     "name, sync, low, high",

@@ -16,6 +16,8 @@ import clusterenv as ce
 from clusterenv.learning import gae
 from examples import EXAMPLES, load, run, summary
 
+pytestmark = pytest.mark.examples
+
 
 @pytest.mark.parametrize("sync, few", [("aps", 1), ("every", 3), ("always", 6)])
 def test_ppo_detach_pulls_as_the_rule_says_and_draws_it(sync, few, tmp_path):
