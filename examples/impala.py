@@ -184,11 +184,11 @@ def train(args: argparse.Namespace) -> None:
     print(f"ESS         {np.median(sizes):.3f} (median effective sample size as an update starts)")
 
     print("\nwhere the head's time went")
-    spent = {"waiting": stats["collecting_s"], "learning": learning_s, "evaluating": evaluating_s}
+    spent = {"waiting": stats["waiting_s"], "learning": learning_s, "evaluating": evaluating_s}
     spent["other"] = seconds - sum(spent.values())
     for name, value in spent.items():
         print(f"{name:<11} {value:7.1f} s {value / seconds:6.1%}")
-    # The workers go on while the head learns, so theirs are shares of the whole time, not of the head's waiting.
+    # The workers go on while the head learns, so theirs are shares of the whole time.
     print("\nand a worker's")
     busy = {name: stats["time_shares"][name] * stats["collecting_s"] for name in ("environment", "policy")}
     busy["idle"] = seconds - sum(busy.values())

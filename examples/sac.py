@@ -229,7 +229,7 @@ def train(args: argparse.Namespace) -> None:
             )
         seconds = time.perf_counter() - started
         stats = collector.stats()
-        collecting_s = warmup.stats()["collecting_s"] + stats["collecting_s"]
+        collecting_s = warmup.stats()["waiting_s"] + stats["waiting_s"]
         # Other episodes than those that chose the moment to stop.
         evaluation = collector.evaluate(episodes=EVAL_EPISODES, seed=args.seed + 1_000_000)
 

@@ -125,7 +125,7 @@ class Collector:
         if self._prefetch:
             self.publish()
             self._start(num_steps)
-        self._tally.collecting_s += time.perf_counter() - begin
+        self._tally.waiting_s += self._count_time(begin) - begin
         return batch
 
     def stream(
@@ -168,7 +168,7 @@ class Collector:
         self._set_up_samples()
         self._offer_all()
         stream = desk.open_stream(num_steps, queue)
-        begin = time.perf_counter()
+        begin = asked = time.perf_counter()
         try:
             while True:
                 items: dict[int, Item] = {}  # worker → its fragment: one per slot in a batch
@@ -194,7 +194,9 @@ class Collector:
                     stream.release(item)
                 self._feed(stream, max_staleness)  # before the learner works, not after
                 begin = self._count_time(begin)  # goes on while the learner works: so do the workers
+                self._tally.waiting_s += begin - asked
                 yield batch
+                asked = time.perf_counter()
         finally:
             self._count_time(begin)
             self._tally.counts["dropped_fragments"] += desk.close_stream()

@@ -21,7 +21,8 @@ COUNTED = ("rollouts", "steps", "episodes", "invalid_rows", "dropped_fragments")
 class Tally:
     def __init__(self, workers: int) -> None:
         self.counts = dict.fromkeys(COUNTED, 0)
-        self.collecting_s = 0.0
+        self.collecting_s = 0.0  # while workers were at it; in a stream also while the learner worked
+        self.waiting_s = 0.0  # of that, what the caller spent in `rollout` or between two batches of a stream
         self.publishing_s = 0.0
         self.considering_s = 0.0  # what the rule needs to know: the drift
         self._worker_s = {"environment": np.zeros(workers), "policy": np.zeros(workers)}
@@ -49,6 +50,7 @@ class Tally:
         return {
             **self.counts,
             "collecting_s": total,
+            "waiting_s": self.waiting_s,
             "publishing_s": self.publishing_s,
             "considering_s": self.considering_s,
             "steps_per_s": self.counts["steps"] / total if total else 0.0,
