@@ -159,8 +159,8 @@ def train(args: argparse.Namespace) -> None:
                 begin = time.perf_counter()
                 trial = collector.evaluate(episodes=EVAL_EPISODES, seed=args.seed + 1000 * tries)
                 evaluating_s += time.perf_counter() - begin
-                # A standard error above the target, so that luck with the episodes does not end the training.
-                reached = trial.mean - trial.std / EVAL_EPISODES**0.5 >= args.target
+                # Two standard errors above the target, so that luck with the episodes does not end the training.
+                reached = trial.mean - 2.0 * trial.std / EVAL_EPISODES**0.5 >= args.target
         seconds = time.perf_counter() - started
         stats = collector.stats()
         # Other episodes than those that chose the moment to stop.

@@ -404,9 +404,8 @@ def test_27_weights_that_arrive_damaged_are_pulled_again(net, monkeypatch):
 
     monkeypatch.setattr(Head, "_give", spoil)
     with make(net) as envs:
-        expected = [ce.Local(workers=0)]
         batch = envs.collector(numpy_policy(), seed=1).rollout(8)
-        assert spoiled and batch.valid.all() and expected
+        assert spoiled and batch.valid.all()
 
 
 def test_large_policies_travel_in_pieces_and_steps_go_on(net):
