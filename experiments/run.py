@@ -55,7 +55,7 @@ def run_arm(arm: Arm, seed: int) -> dict[str, Any]:
         "versions": stats["version"] + 1,
         "pulls": stats["pulls"],
         "policy_bytes": size,
-        **{name: stats[name] for name in ("weight_bytes", "header_bytes", "drift_bytes", "fragment_bytes")},
+        **{name: stats[name] for name in ("weight_bytes", "drift_bytes", "fragment_bytes")},
         "kappa": {str(q): float(np.quantile(kappas, q / 100)) for q in (10, 50, 90)} | {"mean": float(kappas.mean())},
         "ess_10": float(np.quantile(learner.ess, 0.1)) if learner.ess else None,
         "lag_mean": float(lags.mean()),

@@ -127,9 +127,11 @@ class ByHand:
 
     def _type(self) -> None:
         for i, host in enumerate(self.net.nodes):
-            path = self.folder / f"node-{i}.key"
             deadline = time.monotonic() + 30
-            while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
+            while not (found := list(self.folder.glob(f"*/node-{i}.key"))) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            path = found[0]
+            while not path.stat().st_size and time.monotonic() < deadline:
                 time.sleep(0.02)
             quiet = subprocess.DEVNULL
             host.popen(agent_command(path), stdin=quiet, stdout=quiet, stderr=quiet)

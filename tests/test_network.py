@@ -559,3 +559,24 @@ def test_aps_saves_bytes_that_the_kernel_counts(net):
         received[name] = kernel
         print(f"{name}: {stats['pulls']} pulls, {stats['weight_bytes']} bytes of weights, {kernel} bytes by the kernel")
     assert received["APS"] < 0.7 * received["Always"]
+
+
+def test_a_folder_of_the_users_is_left_as_it_was(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ce.StartError, match="waiting for node 0"):
+        ce.ClusterEnv(ID, 2, backend=ce.Manual(nodes=1, bind="127.0.0.1", folder=str(tmp_path), start_timeout_s=0.5))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_worker_speaks_of_its_own_slots_only(net):
+    from clusterenv.head.crew import RemoteCrew
+    from clusterenv.pool.messages import Reply, plain
+
+    with make(net) as envs:
+        envs.reset(seed=1)
+        crew = envs._pool._crew
+        assert isinstance(crew, RemoteCrew)
+        forged = plain().pack(Reply(7, [3]))
+        with pytest.raises(ce.ProtocolError, match="slots that it does not have"):
+            crew._reply(forged, 7, worker=0)
+        assert crew._reply(forged, 7, worker=1).slots == [3]

@@ -389,7 +389,7 @@ class Collector:
     def stats(self) -> dict[str, Any]:
         """Counters and times: in all, per worker, and under `nodes` what each machine has, pulled and sent."""
         nodes = [holding.as_dict() for holding in self._exchange.holdings]
-        sums = ("pulls", "weight_bytes", "evaluation_bytes", "header_bytes", "drift_bytes", "fragment_bytes")
+        sums = ("pulls", "weight_bytes", "evaluation_bytes", "drift_bytes", "fragment_bytes")
         stalest = max(nodes, key=lambda node: -1.0 if node["drift"] is None else node["drift"])
         return {
             **self._tally.stats(),

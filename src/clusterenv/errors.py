@@ -19,7 +19,6 @@ __all__ = [
     "CrashLoopError",
     "WorkerLostError",
     "DeadlineError",
-    "NodeLostError",
     "StartError",
     "KeyFileError",
     "NotPlainError",
@@ -99,10 +98,6 @@ class DeadlineError(ClusterEnvError, TimeoutError):
 
 class StartError(ClusterEnvError, RuntimeError):
     """The nodes of a cluster did not all come up. The message names those missing, and what is known of them."""
-
-
-class NodeLostError(WorkerLostError):
-    """A node is gone, and neither it nor a replacement came back in time."""
 
 
 class KeyFileError(ClusterEnvError, OSError):

@@ -41,9 +41,6 @@ class AgentProcesses:
     def log_tail(self, node: int) -> str:
         return read_tail(self._plan.folder / f"node-{node}.log")
 
-    def pid(self, node: int) -> int:
-        return self._agents[node].pid
-
     def stop(self) -> None:
         deadline = time.monotonic() + 3.0
         for agent in self._agents:

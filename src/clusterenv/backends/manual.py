@@ -30,7 +30,7 @@ class Manual:
         workers_per_node: environment processes on each.
         bind: the address or interface of this machine that nodes can dial; None: the one that leads outside.
         port: 0 for any that is free.
-        folder: where the key files go, one per node; made with mode 0700, removed at the end.
+        folder: where to make the run's own folder (mode 0700) of key files, one per node; it is removed at the end.
         start_timeout_s: how long to wait for the nodes.
         other_infos: what to do with infos that are not plain data: "refuse", or send their "repr".
         heartbeat: tune how fast a lost node is noticed (seconds): beat, silence, lease of a node on its head.

@@ -24,6 +24,7 @@ from typing import Literal, Protocol
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.backends.local import split
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import EventLog, emit
 from clusterenv.head.crew import RemoteCrew
@@ -31,7 +32,7 @@ from clusterenv.head.head import DEFAULT, Head, Timing
 from clusterenv.pool import Pool
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
-from clusterenv.transport.keys import Joining, make_keys, private_folder, write_joining
+from clusterenv.transport.keys import Joining, KeyPair, make_keys, private_folder, write_joining
 
 __all__ = ["Cluster", "Jobs", "Plan", "address_of", "start"]
 
@@ -104,20 +105,15 @@ def start(
             f"{blueprint.num_envs} environments: ask for fewer"
         )
     run = secrets.token_hex(4)
+    # A folder of the run's own, also below one that the user names: it is removed at the end.
+    folder = private_folder((cluster.folder or Path(tempfile.gettempdir())) / f"clusterenv-{run}")
     keys, node_keys = make_keys(), [make_keys() for _ in range(cluster.nodes)]
     running: list[Jobs] = []
-    head = Head(
-        keys,
-        [pair.public for pair in node_keys],
-        cluster.bind,
-        cluster.port,
-        cluster.timing,
-        events,
-        replace=lambda node, reason: running[0].replace(node) if running else None,
-        ended=lambda: running[0].ended() if running else {},
-        cores=1 if cluster.oversubscribe else cluster.workers_per_node,
-    )
-    folder = private_folder(cluster.folder or Path(tempfile.mkdtemp(prefix=f"clusterenv-{run}-")))
+    try:
+        head = _listen(cluster, keys, node_keys, events, running)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
     def stop() -> None:
         for jobs in running:
@@ -130,7 +126,7 @@ def start(
             write_joining(path, Joining(run, i, head.address, keys.public, pair.public, pair.secret))
         running.append(launch(Plan(run, folder, files, cluster.timing.lease_s)))
         _await(head, running[0], cluster, blueprint.num_envs)
-        slots_of = _split(blueprint.num_envs, workers)
+        slots_of = split(blueprint.num_envs, workers)
         seat_of = [worker // cluster.workers_per_node for worker in range(workers)]
         crew = RemoteCrew(
             head,
@@ -149,6 +145,20 @@ def start(
         head.close()
         stop()
         raise
+
+
+def _listen(cluster: Cluster, keys: KeyPair, node_keys: list[KeyPair], events: EventLog, running: list[Jobs]) -> Head:
+    return Head(
+        keys,
+        [pair.public for pair in node_keys],
+        cluster.bind,
+        cluster.port,
+        cluster.timing,
+        events,
+        replace=lambda node, reason: running[0].replace(node) if running else None,
+        ended=lambda: running[0].ended() if running else {},
+        cores=1 if cluster.oversubscribe else cluster.workers_per_node,
+    )
 
 
 def _await(head: Head, jobs: Jobs, cluster: Cluster, num_envs: int) -> None:
@@ -178,11 +188,6 @@ def _await(head: Head, jobs: Jobs, cluster: Cluster, num_envs: int) -> None:
 
 def _tails(jobs: Jobs, nodes: list[int]) -> str:
     return "".join(f"\nlast words of node {node}:\n{jobs.log_tail(node)}" for node in nodes[:3])
-
-
-def _split(num_envs: int, workers: int) -> list[list[int]]:
-    bounds = [num_envs * w // workers for w in range(workers + 1)]
-    return [list(range(bounds[w], bounds[w + 1])) for w in range(workers)]
 
 
 def address_of(bind: str | None) -> str:

@@ -280,7 +280,7 @@ class RemoteCrew:
         for worker in workers:
             said: Any = rung.request
             if worker in bodies:
-                said = self._reply(bodies[worker], rung.request)
+                said = self._reply(bodies[worker], rung.request, worker)
             self._events.append((worker, said))
 
     def _answer(self, answer: Answer, frames: list[Any]) -> None:
@@ -300,12 +300,16 @@ class RemoteCrew:
             write_fragment(arena.sides[asked.side], slice(slots[0], slots[-1] + 1), asked.num_steps, frames[1:])
         elif asked.brings == "rows":
             write_rows(self._rows, answer.slots, frames[1])
-        self._events.append((worker, self._reply(frames[0], request) if len(frames[0]) else request))
+        self._events.append((worker, self._reply(frames[0], request, worker) if len(frames[0]) else request))
 
-    def _reply(self, body: Any, request: int) -> Any:
+    def _reply(self, body: Any, request: int, worker: int) -> Any:
         reply = plain().unpack(body)
         if not isinstance(reply, (Reply, Built)) or reply.request != request:
             raise ProtocolError("an answer that is none to what was asked")
+        own = self._slots_of[worker]
+        told = [*getattr(reply, "slots", ()), *(fault.slot for fault in reply.faults if fault.slot >= 0)]
+        if not all(slot in own for slot in told):
+            raise ProtocolError(f"an answer of worker {worker} about slots that it does not have")
         return reply
 
     def _exited(self, worker: int, reason: str, tail: str) -> None:

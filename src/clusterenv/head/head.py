@@ -97,7 +97,6 @@ class Head:
         replace: Callable[[int, str], None],
         ended: Callable[[], dict[int, str]],
         cores: int = 1,
-        python: str = ".".join(map(str, sys.version_info[:2])),
     ) -> None:
         self._socket = HeadSocket(bind, port, keys, frame_limit=FRAME_LIMIT, dead_after_s=timing.dead_after_s)
         self.address = self._socket.address
@@ -105,7 +104,6 @@ class Head:
         for key in node_keys:
             self._socket.allow(key)
         self.timing = timing
-        self._python = python
         self._cores = cores  # that a node must have
         self._events = events
         self._replace = replace
@@ -274,7 +272,7 @@ class Head:
         pairs = [
             ("protocol", str(hello.protocol), str(PROTOCOL)),
             ("clusterenv", hello.clusterenv, __version__),
-            ("Python", hello.python, self._python),
+            ("Python", hello.python, ".".join(map(str, sys.version_info[:2]))),
             ("Gymnasium", hello.gymnasium, gymnasium.__version__),
         ]
         wrong = [f"{name} {theirs} there, {ours} here" for name, theirs, ours in pairs if theirs != ours]

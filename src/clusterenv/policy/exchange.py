@@ -1,12 +1,11 @@
 """Who has which version, and what travels to whom: the head's side of weights, for one node or for many.
 
-A request to a node carries how its version stands to the newest (`stand`); the rule, applied where the node is, answers
-whether it pulls; then it is given the newest weights (`pull`). Called by `Collector`; no I/O.
+Before something is asked of a node, its rule is applied to how its version stands to the newest (`consider`); where it
+pulls, it is given the newest weights (`pull`). Called by `Collector`; no I/O.
 """
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +15,7 @@ from clusterenv.policy.families import Family
 from clusterenv.policy.publisher import Publisher
 from clusterenv.policy.sync import Decision, Rule, Standing, decide, fit, wants_drift
 
-__all__ = ["STANDING", "Exchange", "Holding"]
-
-STANDING = struct.Struct("<qff")
-"""What a request says of the newest policy: its version, and the drift of the node's own with its standard error."""
+__all__ = ["Exchange", "Holding"]
 
 
 _NOTHING = Standing(-1, -1, None, None)
@@ -36,7 +32,6 @@ class Holding:
     weight_bytes: int = 0
     evaluation_bytes: int = 0
     """Weights that went only to be evaluated."""
-    header_bytes: int = 0
     drift_bytes: int = 0
     fragment_bytes: int = 0
     lags: Counter[int] = field(default_factory=Counter)
@@ -51,7 +46,6 @@ class Holding:
             "pulls": self.pulls,
             "weight_bytes": self.weight_bytes,
             "evaluation_bytes": self.evaluation_bytes,
-            "header_bytes": self.header_bytes,
             "drift_bytes": self.drift_bytes,
             "fragment_bytes": self.fragment_bytes,
             "lags": dict(sorted(self.lags.items())),
@@ -114,7 +108,6 @@ class Exchange:
         """A fragment acted by `version` is handed to the learner; returns how stale it is."""
         holding = self.holdings[node]
         latest = self.publisher.version
-        holding.header_bytes += STANDING.size
         holding.lags[latest - version] += 1
         known = holding.standing.version == version
         return Standing(version, latest, *(holding.standing[2:] if known else (None, None)))

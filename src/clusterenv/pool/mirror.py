@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from clusterenv.errors import ProtocolError
-from clusterenv.pool.arena import ArenaLayout, Side
+from clusterenv.pool.arena import Side
 from clusterenv.pool.layout import Buffers
 
 __all__ = [
-    "fragment_bytes",
     "read_fragment",
     "read_inputs",
     "read_rows",
@@ -69,11 +68,6 @@ def write_fragment(side: Side, columns: slice, num_steps: int, parts: Sequence[A
         raise ProtocolError("a fragment whose arrays do not have the sizes of its layout")
     for target, part in zip(targets, parts, strict=True):
         target[...] = np.frombuffer(part, dtype=target.dtype).reshape(target.shape)
-
-
-def fragment_bytes(layout: ArenaLayout) -> int:
-    """Of the largest fragment that one worker can have."""
-    return layout.side_bytes
 
 
 def _arrays(side: Side, num_steps: int) -> list[tuple[Any, int]]:

@@ -44,7 +44,7 @@ def qualified(kind: type) -> str:
 def _text_of(value: Any) -> str:
     try:
         return str.__str__(repr(value))[:_LONGEST_REPR]
-    except Exception:
+    except Exception:  # the user's own __repr__
         return f"<{type(value).__name__}>"
 
 
@@ -363,7 +363,7 @@ def _parts(w: Writer, value: Any, depth: int) -> None:
     if w.enter(value, depth):
         try:
             parts = spaces.KINDS[type(value)].parts(value)
-        except Exception as error:
+        except Exception as error:  # attributes that somebody set to anything
             raise Refused(f"a {qualified(type(value))} whose parts are odd ({why(error)})") from None
         w.chunks.append(bytes((wire.SPACE,)) + short(type(value).__name__.encode()) + struct.pack("<I", len(parts)))
         index = 0
@@ -382,7 +382,7 @@ def _read_back(w: Writer, value: Any, depth: int, mark: int) -> int:
     free = reader.left
     try:
         reason = "" if reader.read(depth) == value else "it differs from one made from its parts"
-    except Exception as error:
+    except Exception as error:  # Gymnasium's constructors refuse in whatever way they like
         reason = why(error)
     if reason:
         raise Refused(f"a {qualified(type(value))} that cannot be made again ({reason})")

@@ -77,9 +77,6 @@ class HeadSocket:
     def allow(self, key: str) -> None:
         self._allowed.add(z85.decode(key))
 
-    def forbid(self, key: str) -> None:
-        self._allowed.discard(z85.decode(key))
-
     def poll_on(self, poller: zmq.Poller) -> None:
         for socket in (self._socket, self._zap, self._monitor):
             poller.register(socket, zmq.POLLIN)
