@@ -194,7 +194,7 @@ class Agent:
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
-        for frames in socket.receive():
+        for frames in socket.receive(ready):
             try:
                 said = self._reader.read(frames)
                 if said is not None:
@@ -207,7 +207,7 @@ class Agent:
         if self._is_refused and self._exit is None:
             time.sleep(_RETRY_S)
             return "it says: come again"
-        return socket.ended()
+        return socket.ended(ready)
 
     def _handle(self, session: int, message: Any, frames: list[Any]) -> None:
         if isinstance(message, Welcome):

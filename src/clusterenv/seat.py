@@ -21,7 +21,7 @@ from clusterenv.pool.arena import Arena, ArenaLayout
 from clusterenv.pool.crew import Exit
 from clusterenv.pool.layout import Buffers, Layout
 from clusterenv.pool.messages import Raw
-from clusterenv.pool.mirror import read_fragment, read_rows, write_inputs
+from clusterenv.pool.mirror import Block, read_fragment, read_rows, write_inputs
 from clusterenv.pool.processes import ProcessCrew
 from clusterenv.protocol.frames import CHUNK
 from clusterenv.protocol.messages import (
@@ -96,6 +96,7 @@ class Seat:
         self._waiting: deque[tuple[Any, list[Any]]] = deque()  # behind weights that are still to come
         self._pulling: _Weights | None = None
         self._buffers: Buffers | None = None
+        self._block: Block | None = None
         self._arena: Arena | None = None
 
     def fileno(self) -> int:
@@ -110,6 +111,7 @@ class Seat:
     def rows(self, layout: Any) -> None:
         plan = msgspec.msgpack.decode(layout, type=Layout)
         self._buffers = Buffers(plan, self._crew.allocate(plan))
+        self._block = Block(self._buffers, [slot for worker in self._global for slot in self._slots[worker]])
 
     def fragments(self, layout: Any) -> None:
         plan = msgspec.msgpack.decode(layout, type=ArenaLayout)
@@ -180,16 +182,12 @@ class Seat:
         self._crew.forward(self._local[tell.worker], bytes(frames[0]))
 
     def _do_ring(self, ring: Ring, frames: list[Any]) -> None:
-        assert self._buffers is not None
-        everyone = self._all_slots()
-        write_inputs(self._buffers, everyone, True, frames[0])
+        assert self._block is not None
+        self._block.write_inputs(frames[0])
         self._ring = ring.request
         running = [w for w in self._global if self._crew.is_running(self._local[w])]
         self._ringing = dict.fromkeys(running)
         self._crew.ring(ring.request)
-
-    def _all_slots(self) -> list[int]:
-        return [slot for worker in self._global for slot in self._slots[worker]]
 
     # -- what workers say -------------------------------------------------------------------------------------
 
@@ -236,10 +234,10 @@ class Seat:
         self._send(Answer(self.number, worker, message.request, message.last, message.slots), frames)
 
     def _send_ring(self) -> None:
-        assert self._buffers is not None
+        assert self._block is not None
         answers = {worker: m for worker, m in self._ringing.items() if isinstance(m, Raw)}
         self._ringing = {}
-        rows = read_rows(self._buffers, self._all_slots())
+        rows = self._block.read_rows()
         bodies = [answer.body for answer in answers.values()]
         self._send(Rung(self.number, self._ring, tuple(answers)), [rows, *bodies])
 
@@ -267,7 +265,7 @@ class Seat:
         self._crew.stop_early()
 
     def close(self, timeout_s: float) -> None:
-        self._buffers = self._arena = None
+        self._buffers = self._block = self._arena = None
         self._crew.close(timeout_s)
 
 

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import mmap
 import os
+import time
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -34,7 +35,7 @@ from clusterenv.pool.messages import (
     encode,
     plain,
 )
-from clusterenv.pool.mirror import read_inputs, write_fragment, write_rows
+from clusterenv.pool.mirror import Block, read_inputs, write_fragment, write_rows
 from clusterenv.protocol.messages import (
     Answer,
     Exited,
@@ -119,6 +120,7 @@ class RemoteCrew:
         self._offered: list[set[int]] = [set() for _ in self._workers]  # places whose weights were offered
         self._offers = 0
         self._buffers: Buffers | None = None
+        self._blocks: list[Block] = []  # per seat
         self._arena: Arena | None = None
         self._layouts: list[tuple[Any, bytes]] = []
         self._events: list[tuple[int, Any]] = []
@@ -143,6 +145,8 @@ class RemoteCrew:
     def allocate(self, layout: Layout) -> bytearray:
         memory = bytearray(layout.size)
         self._buffers = Buffers(layout, memory)
+        slots = [[slot for worker in workers for slot in self._slots_of[worker]] for workers in self._workers]
+        self._blocks = [Block(self._buffers, its) for its in slots]
         self._announce(Rows, layout)
         return memory
 
@@ -202,15 +206,18 @@ class RemoteCrew:
 
     def ring(self, request: int) -> None:
         for seat in self._hosted & self._seated:
-            slots = [slot for worker in self._workers[seat] for slot in self._slots_of[worker]]
             self._rung_at[seat] = request
             for worker in self._workers[seat]:
                 self._asked[worker, request] = _ROWS
-            self._head.send(seat, Ring(seat, request), [read_inputs(self._rows, slots, True)])
+            self._head.send(seat, Ring(seat, request), [self._blocks[seat].read_inputs()])
 
     def take(self, index: int) -> list[Any]:
-        if not any(worker == index for worker, _ in self._events):
-            self._collect(_TAKE_S)
+        deadline = time.monotonic() + _TAKE_S
+        while self.is_running(index) and not any(worker == index for worker, _ in self._events):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            self._collect(left_s)
         mine = [message for worker, message in self._events if worker == index and not isinstance(message, Exit)]
         self._events = [event for event in self._events if event[0] != index or isinstance(event[1], Exit)]
         return mine
@@ -275,7 +282,7 @@ class RemoteCrew:
             self._asked.pop((worker, rung.request), None)
         if len(frames) != 1 + len(rung.workers):
             raise ProtocolError("a whole step with frames missing")
-        write_rows(self._rows, [slot for worker in workers for slot in self._slots_of[worker]], frames[0])
+        self._blocks[seat].write_rows(frames[0])
         bodies = dict(zip(rung.workers, frames[1:], strict=True))
         for worker in workers:
             said: Any = rung.request
@@ -350,6 +357,7 @@ class RemoteCrew:
         if os.getpid() != self._owner:
             return  # a fork of the head: the nodes are the parent's
         self._buffers = self._arena = None
+        self._blocks = []
         self._head.close()
         if self._stop is not None:
             self._stop()

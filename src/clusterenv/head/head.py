@@ -45,6 +45,12 @@ __all__ = ["DEFAULT", "Head", "Timing", "Weights"]
 _ASK_S = 0.5
 """How often the backend is asked about its jobs."""
 
+_MOST = 64
+"""Messages that are read before anything else is looked at."""
+
+_TICK_S = 0.02
+"""How often the roster is told that time passes."""
+
 _AWAY_S = 0.02
 """The caller's thread has not come for so long: the other one listens."""
 
@@ -76,6 +82,30 @@ class _Peer:
         self.reader: Reader[FromNode] = head_reader()
         self.node = -1
         self.was_told = False  # that its session is over
+
+
+class _Caller:
+    """The lock as the caller's thread takes it: the listening thread is told to let go."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.is_waiting = False
+        self.used_at = time.monotonic()
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __enter__(self) -> None:
+        self.used_at = time.monotonic()
+        if not self._lock.acquire(blocking=False):
+            self.is_waiting = True
+            try:
+                os.eventfd_write(self.wake, 1)
+                self._lock.acquire()
+            finally:
+                self.is_waiting = False
+
+    def __exit__(self, *_: object) -> None:
+        self.used_at = time.monotonic()
+        self._lock.release()
 
 
 class Head:
@@ -123,15 +153,15 @@ class Head:
         """Messages of sessions that are over, or that the protocol does not know."""
         self._chores: deque[Replace] = deque()
         self._asked_at = 0.0
-        self._lock = threading.Lock()
-        self._wanted = False
-        self._used_at = time.monotonic()
+        # Reentrant: Ctrl-C may strike between taking it and the body of the `with`, and close() must still get in.
+        self._lock = threading.RLock()
+        self._mine = _Caller(self._lock)
+        self._next_tick = 0.0
         self._listening_since = time.monotonic()
         self._listened_at = time.monotonic()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._socket.poll_on(self._poller)
-        self._poller.register(self._wake, zmq.POLLIN)
+        self._poller.register(self._mine.wake, zmq.POLLIN)
         self._quit = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="clusterenv-head", daemon=True)
         self._thread.start()
@@ -140,78 +170,70 @@ class Head:
 
     def send(self, seat: int, message: Any, payload: Sequence[Any] = ()) -> bool:
         """To whoever has this seat; False where nobody has."""
-        with self._mine():
+        with self._mine:
             node = self.roster.holder(seat)
             return node is not None and self._send(node, message, payload)
 
     def offer(self, seat: int, weights: Weights, keep: Sequence[Weights]) -> None:
         """These weights may be pulled by this seat, and those of `keep`; no others."""
-        with self._mine():
+        with self._mine:
             numbers = {kept.number for kept in keep}
             self.offers = {key: kept for key, kept in self.offers.items() if key[0] != seat or key[1] in numbers}
             self.offers[seat, weights.number] = weights
 
     def pump(self, timeout_s: float) -> None:
         """Wait until something has come, at most so long, and sort it."""
-        with self._mine():
+        with self._mine:
             if self.inbox or self.seat_events:
                 timeout_s = 0.0
             self._turn(timeout_s)
-
-    @contextlib.contextmanager
-    def _mine(self) -> Iterator[None]:
-        self._used_at = time.monotonic()
-        if not self._lock.acquire(blocking=False):
-            self._wanted = True
-            os.eventfd_write(self._wake, 1)
-            self._lock.acquire()
-            self._wanted = False
-        try:
-            yield
-        finally:
-            self._used_at = time.monotonic()
-            self._lock.release()
 
     # -- the other thread -------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         while not self._quit.is_set():
-            if self._wanted or time.monotonic() - self._used_at < _AWAY_S:
+            if self._mine.is_waiting or time.monotonic() - self._mine.used_at < _AWAY_S:
                 self._quit.wait(_AWAY_S)
-            else:
-                with self._lock:
+            elif self._lock.acquire(timeout=0.25):
+                try:
                     self._turn(0.25)
+                finally:
+                    self._lock.release()
             while self._chores:
                 chore = self._chores.popleft()
                 self._replace(chore.node, chore.reason)
             if time.monotonic() - self._asked_at > _ASK_S:
                 self._asked_at = time.monotonic()
                 for node, reason in self._ended().items():
-                    with self._lock:
-                        if node in self._active:
-                            self._do(self.roster.gone(node, reason, time.monotonic()))
+                    if self._lock.acquire(timeout=0.25):
+                        try:
+                            if node in self._active:
+                                self._do(self.roster.gone(node, reason, time.monotonic()))
+                        finally:
+                            self._lock.release()
 
     # -- both, one at a time ----------------------------------------------------------------------------------
 
     def _turn(self, timeout_s: float) -> None:
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
-        if self._wake in ready:
+        if self._mine.wake in ready:
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
+                os.eventfd_read(self._mine.wake)
         now = time.monotonic()
         if now - self._listened_at > max(1.0, timeout_s + 0.5):  # the head itself stood still
             self._listening_since = now
         while True:
-            arrived = self._socket.receive()
+            arrived = self._socket.receive(ready, _MOST)
             for message in arrived:
-                self._hear(message, time.monotonic())
-            if not arrived:
+                self._hear(message, now)
+            self._listened_at = now = time.monotonic()
+            if len(arrived) < _MOST:
                 break
-            self._listened_at = time.monotonic()
-        for link in self._socket.gone():
+        for link in self._socket.gone(ready):
             self._link_gone(link)
-        self._listened_at = now = time.monotonic()
-        self._do(self.roster.tick(now, self._listening_since))
+        if now >= self._next_tick:
+            self._next_tick = now + _TICK_S
+            self._do(self.roster.tick(now, self._listening_since))
 
     def _hear(self, arrived: Arrived, now: float) -> None:
         node = self._node_of.get(arrived.key)
@@ -291,7 +313,7 @@ class Head:
 
     def node_gone(self, node: int, reason: str) -> None:
         """The backend says that its job is over."""
-        with self._mine():
+        with self._mine:
             if node in self._active:
                 self._do(self.roster.gone(node, reason, time.monotonic()))
 
@@ -347,7 +369,7 @@ class Head:
         if self._quit.is_set():
             return
         self._quit.set()
-        os.eventfd_write(self._wake, 1)
+        os.eventfd_write(self._mine.wake, 1)
         self._thread.join()
         for node in list(self._active):
             self._send(node, Leave(-1))
@@ -358,4 +380,4 @@ class Head:
             links = set(self._socket.gone())
             self._active = {node: peer for node, peer in self._active.items() if peer.link not in links}
         self._socket.close()
-        os.close(self._wake)
+        os.close(self._mine.wake)

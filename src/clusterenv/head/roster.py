@@ -91,6 +91,7 @@ class Roster:
         self._dead_after_s = dead_after_s
         self._move_after_s = move_after_s
         self._sessions = 0
+        self._holder: dict[int, int] = {}  # seat → node
         self._empty_since: dict[int, float] = dict.fromkeys(range(nodes), 0.0)  # seat → when
         self._was_seated: set[int] = set()
 
@@ -104,7 +105,7 @@ class Roster:
 
     def holder(self, seat: int) -> int | None:
         """Who has this seat."""
-        return next((i for i, node in enumerate(self._nodes) if seat in node.seats), None)
+        return self._holder.get(seat)
 
     def history(self, node: int) -> list[str]:
         return list(self._nodes[node].history)
@@ -170,6 +171,8 @@ class Roster:
 
     def _unseat(self, node: _Node, number: int, reason: str, is_there: bool, now: float) -> list[Instruction]:
         seats, node.seats = sorted(node.seats), set()
+        for seat in seats:
+            del self._holder[seat]
         self._empty_since.update(dict.fromkeys(seats, now))
         return [Unseated(seat, number, reason, is_there) for seat in seats]
 
@@ -197,6 +200,7 @@ class Roster:
 
     def _seat(self, seat: int, node: int) -> Seated:
         self._nodes[node].seats.add(seat)
+        self._holder[seat] = node
         self._empty_since.pop(seat, None)
         self._was_seated.add(seat)
         return Seated(seat, node)

@@ -5,6 +5,7 @@ Both sides know the layout, so nothing but the numbers travels; a length that is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from clusterenv.pool.arena import Side
 from clusterenv.pool.layout import Buffers
 
 __all__ = [
+    "Block",
     "read_fragment",
     "read_inputs",
     "read_rows",
@@ -57,6 +59,53 @@ def write_rows(buffers: Buffers, slots: Sequence[int], data: Any) -> None:
         raise ProtocolError(f"rows of {len(slots)} slots are {end} bytes, not {len(data)}")
 
 
+class Block:
+    """The rows of consecutive slots, for a step of all of them: the same bytes as those functions', found once."""
+
+    def __init__(self, buffers: Buffers, slots: Sequence[int]) -> None:
+        self._buffers, self._slots = buffers, slots
+        rows = slice(slots[0], slots[-1] + 1)
+        assert rows.stop - rows.start == len(slots)
+        self._side = _bytes(buffers.side[rows])
+        self._inputs = [self._side, *(_bytes(array[rows]) for array in buffers.actions)]
+        plain = [buffers.reward, buffers.terminated, buffers.truncated, buffers.pace_s]
+        outputs = [_bytes(array[rows]) for array in plain]
+        self._outputs = {  # by the side on which the last observations lie, where that is the same for all
+            bytes([side]) * len(slots): [*outputs, *(_bytes(o[1 - side, rows]) for o in buffers.obs if o is not None)]
+            for side in (0, 1)
+        }
+
+    def read_inputs(self) -> bytes:
+        return b"".join(self._inputs)
+
+    def write_inputs(self, data: Any) -> None:
+        _spread(self._inputs, data)
+
+    def read_rows(self) -> bytes:
+        views = self._outputs.get(self._side.tobytes())
+        return read_rows(self._buffers, self._slots) if views is None else b"".join(views)
+
+    def write_rows(self, data: Any) -> None:
+        views = self._outputs.get(self._side.tobytes())
+        if views is None:
+            write_rows(self._buffers, self._slots, data)
+        else:
+            _spread(views, data)
+
+
+def _bytes(array: Any) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def _spread(views: list[memoryview], data: Any) -> None:
+    if len(data) != sum(map(len, views)):
+        raise ProtocolError(f"{len(data)} bytes, where {sum(map(len, views))} belong")
+    at = 0
+    for view in views:
+        view[:] = data[at : at + len(view)]
+        at += len(view)
+
+
 def read_fragment(side: Side, columns: slice, num_steps: int) -> list[memoryview]:
     """One worker's columns, an array each."""
     return [_contiguous(array[:length, columns]) for array, length in _arrays(side, num_steps)]
@@ -92,7 +141,7 @@ def _scatter(arrays: list[Any], rows: Any, count: int, data: Any, exact: bool = 
 
 
 def _take(data: Any, at: int, dtype: Any, shape: tuple[int, ...]) -> tuple[Any, int]:
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     end = at + count * dtype.itemsize
     if end > len(data):
         raise ProtocolError(f"{len(data)} bytes, where at least {end} belong")

@@ -1,8 +1,9 @@
 """Messages to frames and back, with every limit checked before anything is kept.
 
-On the wire a message is `[prefix, header, payload...]`. One that is larger than 1 MB goes as pieces `[prefix, bytes]`,
-because a single huge frame would starve the heartbeats of its connection. A piece never mixes with another message of
-the same sender: pieces come in order, and other messages may come between them.
+A message is one run of bytes: the sizes of its parts, its header, its payload. It goes as one frame behind a prefix,
+because every frame is encrypted and handed over by itself. One that is larger than 1 MB goes as pieces
+`[prefix, bytes]`, because a single huge frame would starve the heartbeats of its connection. A piece never mixes with
+another message of the same sender: pieces come in order, and other messages may come between them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _PREFIX = struct.Struct("<BQ")  # whole or piece, session
 _PIECE = struct.Struct("<BQIIQ")  # .., index, count, total
 _WHOLE, _PART = 0, 1
 _SMALL_LIMIT = 16 << 20
-_MAX_FRAMES = 4096
+_MAX_PARTS = 4096
 
 _encode = msgspec.msgpack.Encoder().encode
 M = TypeVar("M")
@@ -36,11 +37,11 @@ Buffer = bytes | bytearray | memoryview
 def to_wire(session: int, message: Any, payload: Sequence[Buffer] = ()) -> list[list[Buffer]]:
     """The wire messages, each a list of frames."""
     header = _encode(message)
-    total = len(header) + sum(map(len, payload))
-    if total <= CHUNK:
-        return [[_PREFIX.pack(_WHOLE, session), header, *payload]]
     sizes = [len(header), *map(len, payload)]
-    body = b"".join([struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes), header, *payload])
+    table = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+    if sum(sizes) <= CHUNK:
+        return [[b"".join([_PREFIX.pack(_WHOLE, session), table, header, *payload])]]
+    body = b"".join([table, header, *payload])
     view, count = memoryview(body), -(-len(body) // CHUNK)
     return [[_PIECE.pack(_PART, session, i, count, len(body)), view[i * CHUNK : (i + 1) * CHUNK]] for i in range(count)]
 
@@ -56,14 +57,13 @@ class Reader(Generic[M]):
 
     def read(self, frames: Sequence[Any]) -> tuple[int, M, list[Any]] | None:
         """(session, message, payload); None while more pieces have to come."""
-        if not 2 <= len(frames) <= _MAX_FRAMES:
-            raise ProtocolError(f"a message of {len(frames)} frames")
-        prefix = bytes(frames[0])
-        if len(prefix) == _PREFIX.size and prefix[0] == _WHOLE:
-            return _PREFIX.unpack(prefix)[1], self._header(frames[1]), list(frames[2:])
-        if len(prefix) == _PIECE.size and prefix[0] == _PART and len(frames) == 2:
-            return self._join(prefix, frames[1])
-        raise ProtocolError("a message without a known prefix")
+        first = frames[0] if frames else b""
+        if len(frames) == 1 and len(first) >= _PREFIX.size and first[0] == _WHOLE:
+            parts = _cut(memoryview(first)[_PREFIX.size :])
+            return _PREFIX.unpack_from(first)[1], self._header(parts[0]), parts[1:]
+        if len(frames) == 2 and len(first) == _PIECE.size and first[0] == _PART:
+            return self._join(bytes(first), frames[1])
+        raise ProtocolError(f"a message of {len(frames)} frames without a known prefix")
 
     def _join(self, prefix: bytes, piece: Any) -> tuple[int, M, list[Any]] | None:
         _, session, index, count, total = _PIECE.unpack(prefix)
@@ -94,7 +94,7 @@ def _cut(body: memoryview) -> list[memoryview]:
         raise ProtocolError("a message cut short")
     (count,) = struct.unpack_from("<I", body)
     at = 4 + 8 * count
-    if not 1 <= count <= _MAX_FRAMES or at > len(body):
+    if not 1 <= count <= _MAX_PARTS or at > len(body):
         raise ProtocolError(f"a message of {count} parts in {len(body)} bytes")
     sizes = struct.unpack_from(f"<{count}Q", body, 4)
     if at + sum(sizes) != len(body):

@@ -81,29 +81,32 @@ class HeadSocket:
         for socket in (self._socket, self._zap, self._monitor):
             poller.register(socket, zmq.POLLIN)
 
-    def receive(self, most: int = 64) -> list[Arrived]:
-        """What has come, at most so many; handshakes are answered on the way."""
-        self._answer_handshakes()
+    def receive(self, ready: Any = None, most: int = 64) -> list[Arrived]:
+        """What has come, at most so many; handshakes are answered on the way. `ready`: what a poller said, if asked."""
+        if ready is None or self._zap in ready:
+            self._answer_handshakes()
         arrived: list[Arrived] = []
+        if ready is not None and self._socket not in ready:
+            return arrived
         while len(arrived) < most:
             try:
                 route, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            last = frames[-1] if frames else route
-            link = self._link(route.bytes, int(last.get(zmq.SRCFD)))
-            arrived.append(Arrived(str(last.get("User-Id")), link, route.bytes, [frame.buffer for frame in frames]))
+            last, name = frames[-1] if frames else route, route.bytes
+            link = self._links.get(name) or self._new_link(name, int(last.get(zmq.SRCFD)))
+            arrived.append(Arrived(str(last.get("User-Id")), link, name, [frame.buffer for frame in frames]))
         return arrived
 
-    def _link(self, route: bytes, descriptor: int) -> Link:
-        if route not in self._links:
-            self._watch()  # a connection was accepted before it said anything, so its number is known after this
-            self._links[route] = (descriptor, self._accepted.get(descriptor, 0))
+    def _new_link(self, route: bytes, descriptor: int) -> Link:
+        self._watch()  # a connection was accepted before it said anything, so its number is known after this
+        self._links[route] = (descriptor, self._accepted.get(descriptor, 0))
         return self._links[route]
 
-    def gone(self) -> list[Link]:
+    def gone(self, ready: Any = None) -> list[Link]:
         """Connections that ended."""
-        self._watch()
+        if ready is None or self._monitor in ready:
+            self._watch()
         ended, self._ended = self._ended, []
         if ended:
             self._links = {route: link for route, link in self._links.items() if link not in ended}
@@ -183,16 +186,20 @@ class NodeSocket:
         poller.unregister(self._socket)
         poller.unregister(self._monitor)
 
-    def receive(self) -> list[list[Any]]:
+    def receive(self, ready: Any) -> list[list[Any]]:
+        """What has come; `ready` is what a poller said."""
         arrived: list[list[Any]] = []
-        while True:
+        while self._socket in ready:
             try:
                 arrived.append([frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)])
             except zmq.Again:
-                return arrived
+                break
+        return arrived
 
-    def ended(self) -> str | None:
+    def ended(self, ready: Any) -> str | None:
         """Why the connection is gone, if it is."""
+        if self._monitor not in ready:
+            return None
         try:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
         except zmq.Again:
