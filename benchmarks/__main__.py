@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.tables import (
     COLLECTORS,
+    PULLS,
     STREAMS,
     TABLES,
     Results,
@@ -35,6 +36,9 @@ from benchmarks.venvs import ROOT, Missing, interpreter, why
 SUBJECTS_FILE = Path("benchmarks") / "subjects.py"
 COLLECTORS_FILE = Path("benchmarks") / "collectors.py"
 STREAMS_FILE = Path("benchmarks") / "streams.py"
+PULLS_FILE = Path("benchmarks") / "pulls.py"
+FILES = {**dict.fromkeys(COLLECTORS, COLLECTORS_FILE), **dict.fromkeys(STREAMS, STREAMS_FILE)}
+FILES |= dict.fromkeys(PULLS, PULLS_FILE)
 OUTPUT = ROOT / "runs" / "bench"
 START_AND_STOP_S = 180
 WARMUP_S = 0.5
@@ -63,7 +67,7 @@ def main() -> None:
                 else:
                     series.rates.append(outcome["steps_per_s"])
                     versions[subject] = outcome["versions"]
-                    say(f"{where}: {series.rates[-1]:,.0f} steps/s")
+                    say(f"{where}: {series.rates[-1]:,.0f} {table.unit}")
 
     settings = {"rounds": args.rounds, "seconds": args.seconds, "warmup_s": WARMUP_S, "workers": args.workers}
     record = {
@@ -120,8 +124,14 @@ def measure(
     """Run one subject once, in a process group of its own, and return what it printed."""
     if isinstance(python, Missing):
         return python
-    file = STREAMS_FILE if subject in STREAMS else COLLECTORS_FILE if subject in COLLECTORS else SUBJECTS_FILE
-    command = [str(python), str(file), subject, table.env_id, "--num-envs", str(table.num_envs)]
+    command = [
+        str(python),
+        str(FILES.get(subject, SUBJECTS_FILE)),
+        subject,
+        table.env_id,
+        "--num-envs",
+        str(table.num_envs),
+    ]
     command += [
         "--workers",
         str(table.workers or workers),

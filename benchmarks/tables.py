@@ -17,6 +17,8 @@ COLLECTORS = ("clusterenv-collect", "clusterenv-collect-network", *PEER_COLLECTO
 """Subjects that act with a policy: those of `collectors.py`."""
 STREAMS = ("stream-learn", "rollout-learn", "stream-uneven", "stream-alone")
 """Subjects of `streams.py`."""
+PULLS = ("pull", "raw-copy")
+"""Subjects of `pulls.py`."""
 ACTING = "A 64-64 tanh policy in torch acts; sampled actions and their log-probabilities, in rollouts of 128 steps."
 LABELS = {
     LIMIT: "limit: a bare loop per worker, nothing sent",
@@ -35,6 +37,8 @@ LABELS = {
     "cleanrl-async": "CleanRL's loop on AsyncVectorEnv, a process each",
     "rllib": "RLlib, an EnvRunner per worker",
     "torchrl": "TorchRL MultiAsyncCollector, a SyncVectorEnv per worker",
+    "pull": "**clusterenv**, a node pulls a policy",
+    "raw-copy": "as many bytes over one encrypted ZeroMQ connection",
     "stream-learn": "**clusterenv**, `collector.stream` and learning",
     "rollout-learn": "`collector.rollout` and learning in turn",
     "stream-uneven": "**clusterenv**, `collector.stream`, one worker slow",
@@ -55,6 +59,7 @@ class Table:
     """None: as many as the command line says."""
     note: str = ""
     """What a reader has to know besides the size."""
+    unit: str = "steps/s"
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,16 @@ TABLES = (
         note=NETWORK,
     ),
     Table(
+        "network-pull",
+        "CartPole-v1",
+        1,
+        ("pull", "raw-copy"),
+        ours="pull",
+        workers=1,
+        note="Weights of 100 MB, on loopback, encrypted.",
+        unit="bytes/s",
+    ),
+    Table(
         "stream-learn",
         "LunarLander-v3",
         32,
@@ -151,6 +166,7 @@ GOALS = (
     Goal("collect-LunarLander-v3", "clusterenv-collect", "cleanrl-sync", 1.8),
     Goal("network-step", "clusterenv-network", "clusterenv", 0.7),
     Goal("network-collect", "clusterenv-collect-network", "clusterenv-collect", 0.9),
+    Goal("network-pull", "pull", "raw-copy", 1 / 1.3),
     Goal("stream-learn", "stream-learn", "rollout-learn", 1.3),
     Goal("stream-uneven", "stream-uneven", "stream-alone", 0.9),
 )
@@ -172,7 +188,7 @@ def table_markdown(table: Table, results: Results, workers: int) -> str:
         "",
         f"{table.env_id}, {table.num_envs} environments, {table.workers or workers} workers. {table.note}".rstrip(),
         "",
-        f"| subject | median steps/s | min-max | of the limit | {table.ours} is |",
+        f"| subject | median {table.unit} | min-max | of the limit | {table.ours} is |",
         "|---|---:|---:|---:|---:|",
     ]
     failures = []

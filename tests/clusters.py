@@ -72,6 +72,7 @@ class Namespaces:
     jobs: list[NamespaceJobs] = field(default_factory=list)
     proxies: list[Proxy] = field(default_factory=list)
     is_remote = True
+    allow_pickle = True
 
     def start(self, *args: Any) -> Any:
         timing = Timing(*self.heartbeat, self.move_after_s)
@@ -108,6 +109,7 @@ class ByHand:
     net: Network
     folder: Path
     is_remote = True
+    allow_pickle = True
 
     def start(self, *args: Any) -> Any:
         head = self.net.head

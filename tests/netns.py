@@ -222,9 +222,16 @@ class Host:
 
     def counters(self) -> tuple[int, int]:
         """Bytes received and sent by this host's eth0, headers included, as its own kernel counts them."""
+        return self._count(0)
+
+    def packets(self) -> tuple[int, int]:
+        """Packets received and sent, likewise."""
+        return self._count(1)
+
+    def _count(self, field: int) -> tuple[int, int]:
         lines = self.call(Path("/proc/thread-self/net/dev").read_text).splitlines()
         fields = next(line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:"))
-        return int(fields[0]), int(fields[8])
+        return int(fields[field]), int(fields[field + 8])
 
 
 class Network:

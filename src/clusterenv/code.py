@@ -7,6 +7,7 @@ here, but not there; such modules are sent whole.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["dumps", "is_own"]
+__all__ = ["dumps", "is_own", "missing_package"]
+
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 
 
 def dumps(value: Any, by_value: bool) -> bytes:
@@ -37,6 +40,15 @@ def _own_by_value() -> Iterator[None]:
     finally:
         for module in registered:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+def missing_package(text: str, where: str) -> str:
+    """What to do about a traceback from elsewhere that ends for want of a package; else nothing."""
+    found = _MISSING.search(text)
+    if found is None:
+        return ""
+    package = found[1].split(".")[0]
+    return f"package {package!r} is missing on {where}: install it there, as it is installed here"
 
 
 def is_own(module: ModuleType | None) -> bool:

@@ -23,6 +23,7 @@ from clusterenv.events import Event, emit
 from clusterenv.policy import as_policy, codec
 from clusterenv.policy.exchange import Exchange
 from clusterenv.policy.families import Uniform
+from clusterenv.policy.named import named
 from clusterenv.policy.publisher import REPLAY
 from clusterenv.policy.sync import Always, Rule
 from clusterenv.pool import Pool
@@ -43,6 +44,7 @@ class Home(Protocol):
 
     attached: Collector | None
     is_remote: bool
+    allow_pickle: bool
     single_observation_space: Space[Any]
     single_action_space: Space[Any]
 
@@ -81,7 +83,8 @@ class Collector:
         except Exception as error:  # pickling runs user code (__reduce__), which may raise anything
             raise PolicyError(f"the policy cannot be pickled, so it cannot travel to the workers: {error!r}") from error
         own_seed = secrets.randbits(128) if seed is None else seed
-        self._attached = Attached(recipe, prepared.family, prepared.mask, own_seed, tuple(info_keys))
+        travels = recipe if envs.allow_pickle else named(self._policy)
+        self._attached = Attached(travels, prepared.family, prepared.mask, own_seed, tuple(info_keys))
         rule = Always() if sync is None else sync
         self._exchange = Exchange(self._policy, recipe, prepared.family, rule, max(self._pool.node_of) + 1)
         self._is_recurrent = prepared.is_recurrent

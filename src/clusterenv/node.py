@@ -32,6 +32,7 @@ from clusterenv.protocol.messages import (
     Beat,
     Bye,
     Chunk,
+    Failed,
     Fragments,
     Hello,
     Host,
@@ -62,8 +63,11 @@ _ANSWER_S = 10.0
 
 
 class Agent:
-    def __init__(self, joining: Joining, lease_s: float = 60.0, dead_after_s: float = 10.0) -> None:
+    def __init__(
+        self, joining: Joining, lease_s: float = 60.0, dead_after_s: float = 10.0, allow_pickle: bool = True
+    ) -> None:
         self._joining = joining
+        self._allow_pickle = allow_pickle
         self._lease_s = lease_s
         self._dead_after_s = dead_after_s
         self._beat_s = 1.0
@@ -157,6 +161,7 @@ class Agent:
             platform.node(),
             os.getpid(),
             len(os.sched_getaffinity(0)),
+            self._allow_pickle,
         )
         self._say(hello)
         return None
@@ -251,6 +256,9 @@ class Agent:
             seat.fragments(frames[0])
 
     def _host(self, host: Host, payload: bytes) -> None:
+        if not self._allow_pickle and not host.is_named:
+            self._say(Failed(host.seat, "this node takes no pickled code (--no-pickle)"))
+            return
         if host.seat in self._seats:
             self._drop(host.seat, 0.0)
         seat = self._seats[host.seat] = Seat(host, payload, self._say)

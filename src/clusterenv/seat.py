@@ -6,8 +6,9 @@ the head leaves by `send`.
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import os
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +24,6 @@ from clusterenv.pool.layout import Buffers, Layout
 from clusterenv.pool.messages import Raw
 from clusterenv.pool.mirror import Block, read_fragment, read_rows, write_inputs
 from clusterenv.pool.processes import ProcessCrew
-from clusterenv.protocol.frames import CHUNK
 from clusterenv.protocol.messages import (
     Answer,
     Chunk,
@@ -41,8 +41,11 @@ from clusterenv.spec import Blueprint
 
 __all__ = ["Seat"]
 
-_WINDOW = 4
-"""Chunks of weights that may be on their way at once: other messages wait behind no more than these."""
+_WINDOW = 4 << 20
+"""Bytes of weights that may be on their way at once: other messages wait behind no more than these."""
+
+_SPIN_S = 2e-3
+"""How long a worker waits awake for its next request: a way to the head and back, and not much more."""
 
 Send = Callable[[Any, Sequence[Any]], None]
 
@@ -54,18 +57,12 @@ class _Ticket(NamedTuple):
     num_steps: int
 
 
-class _Weights:
-    """Weights that are being pulled."""
+class _Pulling:
+    """Weights that are on their way: bytes asked for, bytes that came, and what those sum up to."""
 
     def __init__(self, offer: Offer) -> None:
         self.offer = offer
-        self.data = bytearray(offer.size)
-        self.asked = 0
-        self.got: set[int] = set()
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self.got) == -(-self.offer.size // CHUNK)
+        self.asked = self.got = self.checksum = 0
 
 
 class Seat:
@@ -76,7 +73,7 @@ class Seat:
         self._local = {worker: i for i, (worker, _) in enumerate(host.workers)}
         self._global = [worker for worker, _ in host.workers]
         spec = _Entry(host.entry_point) if host.entry_point else None
-        blueprint = Blueprint(host.num_envs, payload, False, spec, "")  # type: ignore[arg-type]
+        blueprint = Blueprint(host.num_envs, payload, False, spec, "", host.is_named)  # type: ignore[arg-type]
         mode = AutoresetMode(host.mode) if host.mode else None
         self._crew = ProcessCrew(
             blueprint,
@@ -84,7 +81,7 @@ class Seat:
             mode,
             host.check,
             host.threads,
-            0.0,  # waiting awake saves less than a network costs, and takes a core from whoever needs it
+            _SPIN_S if len(host.workers) <= len(os.sched_getaffinity(0)) else 0.0,
             [list(slots) for _, slots in host.workers],
             host.preload,
             on_output=self._output,
@@ -94,7 +91,7 @@ class Seat:
         self._ringing: dict[int, Any] = {}  # worker → None, or its answer
         self._ring = -1
         self._waiting: deque[tuple[Any, list[Any]]] = deque()  # behind weights that are still to come
-        self._pulling: _Weights | None = None
+        self._pulling: _Pulling | None = None
         self._buffers: Buffers | None = None
         self._block: Block | None = None
         self._arena: Arena | None = None
@@ -129,27 +126,30 @@ class Seat:
 
     def chunk(self, chunk: Chunk, data: Any) -> None:
         pulling = self._pulling
-        if pulling is None or pulling.offer.offer != chunk.offer:
+        if pulling is None or (pulling.offer.offer, pulling.got) != (chunk.offer, chunk.at):
             return
-        pulling.data[chunk.at : chunk.at + len(data)] = data
-        pulling.got.add(chunk.at)
+        pulling.got += len(data)
         self._ask(pulling)
-        if pulling.is_whole:
+        self._crew.put_weights(0, data, pulling.offer.place + chunk.at)
+        pulling.checksum = zlib.crc32(data, pulling.checksum)
+        if pulling.got >= pulling.offer.size:
             self._arrived(pulling)
 
-    def _ask(self, pulling: _Weights) -> None:
-        while pulling.asked < pulling.offer.size and pulling.asked < (len(pulling.got) + _WINDOW) * CHUNK:
-            self._send(Pull(self.number, pulling.offer.offer, pulling.asked), ())
-            pulling.asked += CHUNK
+    def _ask(self, pulling: _Pulling) -> None:
+        left, on_its_way = pulling.offer.size - pulling.asked, pulling.asked - pulling.got
+        if left and on_its_way <= _WINDOW // 2:
+            size = min(left, _WINDOW - on_its_way)
+            self._send(Pull(self.number, pulling.offer.offer, pulling.asked, size), ())
+            pulling.asked += size
 
-    def _arrived(self, pulling: _Weights) -> None:
+    def _arrived(self, pulling: _Pulling) -> None:
         offer = pulling.offer
-        if hashlib.blake2b(pulling.data, digest_size=16).hexdigest() != offer.digest:
+        if pulling.checksum != offer.checksum:
             emit(logging.WARNING, "weights arrived damaged and are pulled again")
-            self._pulling = _Weights(offer)
+            self._pulling = _Pulling(offer)
             self._ask(self._pulling)
             return
-        self._crew.put_weights(0, bytes(pulling.data), offer.place)
+        self._send(Pull(self.number, offer.offer, offer.size, 0), ())
         self._pulling = None
         self._go_on()
 
@@ -166,7 +166,7 @@ class Seat:
         while self._waiting and self._pulling is None:
             message, frames = self._waiting.popleft()
             if isinstance(message, Offer):
-                self._pulling = _Weights(message)
+                self._pulling = _Pulling(message)
                 self._ask(self._pulling)
             elif isinstance(message, Tell):
                 self._do_tell(message, frames)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -39,10 +40,12 @@ class Blueprint:
 
     num_envs: int
     payload: bytes
-    """cloudpickle of one maker for all slots, a list with one each, or a `Vector`."""
+    """cloudpickle of one maker for all slots, a list with one each, or a `Vector`; or JSON (`is_named`)."""
     is_vector: bool
     spec: EnvSpec | None
     label: str
+    is_named: bool = False
+    """The payload is an id and keyword arguments, for nodes that take no code."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +63,24 @@ class MakeFromSpec:
 
 
 def blueprint(
-    env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | None, by_value: bool = False
+    env: Any,
+    num_envs: int | None,
+    env_kwargs: Mapping[str, Any] | None,
+    by_value: bool = False,
+    allow_pickle: bool = True,
 ) -> Blueprint:
     """Turn what the user passed into a `Blueprint`, or say what is wrong with it.
 
-    `by_value`: it goes to machines that may not have the user's files, so these go along.
+    `by_value`: it goes to machines that may not have the user's files, so these go along. `allow_pickle=False`: to
+    machines that take no code, so only an id and plain arguments do.
     """
     if num_envs is not None and (isinstance(num_envs, bool) or not isinstance(num_envs, int)):
         raise SpecError(f"num_envs={num_envs!r}: expected a whole number")
     if num_envs is not None and num_envs < 1:
         raise SpecError(f"num_envs={num_envs}: at least one environment is needed")
 
+    if not allow_pickle:
+        return _named(env, num_envs, env_kwargs)
     if isinstance(env, (str, EnvSpec)):
         spec = _resolve(env)
         if by_value:
@@ -104,6 +114,20 @@ def blueprint(
     raise SpecError(
         f"env is {type(env).__name__}: expected an id, an EnvSpec, a function, a list of functions, or Vector(fn)"
     )
+
+
+def _named(env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | None) -> Blueprint:
+    if not isinstance(env, str):
+        raise SpecError(
+            "allow_pickle=False: nodes take no code, so env has to be an id that they know "
+            '("package:Name-v0" imports the package there)'
+        )
+    spec = _resolve(env)
+    try:
+        payload = json.dumps({"id": env, "kwargs": dict(env_kwargs or {})}).encode()
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"allow_pickle=False: env_kwargs of {env} have to be JSON data: {error}") from None
+    return Blueprint(num_envs or 1, payload, False, spec, spec.id, True)
 
 
 def _resolve(env: str | EnvSpec) -> EnvSpec:
@@ -152,8 +176,11 @@ def _name(maker: Callable[..., Any]) -> str:
     return getattr(maker, "__qualname__", type(maker).__name__)
 
 
-def load_makers(payload: bytes, num_envs: int) -> list[Callable[[], Any]] | Vector:
+def load_makers(payload: bytes, num_envs: int, is_named: bool = False) -> list[Callable[[], Any]] | Vector:
     """The other side of `blueprint`: one maker per slot, or the vector factory."""
+    if is_named:
+        given = json.loads(payload)
+        return [MakeFromSpec(gym.spec(given["id"]), given["kwargs"])] * num_envs
     made = pickle.loads(payload)
     if isinstance(made, Vector):
         return made

@@ -49,6 +49,7 @@ class Virtual:
     nodes: int
     periods: tuple[float, ...] | None = None
     is_remote = False
+    allow_pickle = True
 
     def __post_init__(self) -> None:
         if self.nodes < 1:

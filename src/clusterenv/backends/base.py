@@ -20,4 +20,9 @@ class Backend(Protocol):
         """Whether code has to travel to machines that may not have the user's files."""
         ...
 
+    @property
+    def allow_pickle(self) -> bool:
+        """Whether code may travel at all."""
+        ...
+
     def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool: ...

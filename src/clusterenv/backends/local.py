@@ -34,7 +34,7 @@ class Local:
             share it. `("torch",)` pays for many workers that run a torch policy; one per core hardly notice.
         network: run `nodes` node agents on this machine and talk to them over TCP, as to a cluster: to try that path.
         nodes: how many, with `workers / nodes` workers each.
-        heartbeat, move_after_s: as in `Manual`.
+        heartbeat, move_after_s, allow_pickle: as in `Manual`.
 
     Example:
         >>> import clusterenv as ce
@@ -51,6 +51,7 @@ class Local:
     nodes: int = 1
     heartbeat: tuple[float, float, float] = (1.0, 10.0, 60.0)
     move_after_s: float | None = 30.0
+    allow_pickle: bool = True
 
     @property
     def is_remote(self) -> bool:
@@ -109,6 +110,7 @@ class Local:
             preload=self.preload,
             timing=timing,
             oversubscribe=True,
+            allow_pickle=self.allow_pickle,
         )
         return network.start(
             cluster, lambda plan: AgentProcesses(plan, timing.dead_after_s), blueprint, mode, recovery, events

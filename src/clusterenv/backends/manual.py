@@ -36,6 +36,7 @@ class Manual:
         heartbeat: tune how fast a lost node is noticed (seconds): beat, silence, lease of a node on its head.
         move_after_s: a node that stays away for so long hands its slots to the others; None: they wait for it.
         oversubscribe: allow more workers than cores on a node.
+        allow_pickle: False: nodes get ids, plain arguments and weights, but no code (`clusterenv node --no-pickle`).
     """
 
     nodes: int
@@ -50,6 +51,7 @@ class Manual:
     heartbeat: tuple[float, float, float] = field(default=(1.0, 10.0, 60.0))
     move_after_s: float | None = 30.0
     oversubscribe: bool = False
+    allow_pickle: bool = True
     is_remote = True
 
     def __post_init__(self) -> None:
@@ -72,6 +74,7 @@ class Manual:
             self.other_infos,
             None if self.folder is None else Path(self.folder),
             self.oversubscribe,
+            self.allow_pickle,
         )
         return network.start(cluster, _ByHand, blueprint, mode, recovery, events)
 
@@ -80,7 +83,7 @@ class _ByHand:
     """`Jobs` that the user runs."""
 
     def __init__(self, plan: Plan) -> None:
-        lines = [f"clusterenv node --join {path.name}" for path in plan.files]
+        lines = [" ".join(["clusterenv node --join", path.name, *plan.options]) for path in plan.files]
         text = f"Copy each key file from {plan.folder} to its machine (scp keeps it private), and start there:\n"
         for i, (path, line) in enumerate(zip(plan.files, lines, strict=True)):
             text += f"  node {i}: {line}    # {path}\n"

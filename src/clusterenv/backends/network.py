@@ -48,10 +48,15 @@ class Plan:
     files: tuple[Path, ...]
     """The key file of each node."""
     lease_s: float
+    allow_pickle: bool = True
 
     def command(self, node: int) -> list[str]:
         """Starts the agent of this node on a machine that sees the same files."""
-        return [sys.executable, "-m", "clusterenv", "node", "--join", str(self.files[node])]
+        return [sys.executable, "-m", "clusterenv", "node", "--join", str(self.files[node]), *self.options]
+
+    @property
+    def options(self) -> list[str]:
+        return [] if self.allow_pickle else ["--no-pickle"]
 
 
 class Jobs(Protocol):
@@ -87,6 +92,7 @@ class Cluster:
     folder: Path | None = None
     oversubscribe: bool = False
     """More workers than cores on a node are no mistake."""
+    allow_pickle: bool = True
 
 
 def start(
@@ -124,7 +130,7 @@ def start(
         files = tuple(folder / f"node-{i}.key" for i in range(cluster.nodes))
         for i, (path, pair) in enumerate(zip(files, node_keys, strict=True)):
             write_joining(path, Joining(run, i, head.address, keys.public, pair.public, pair.secret))
-        running.append(launch(Plan(run, folder, files, cluster.timing.lease_s)))
+        running.append(launch(Plan(run, folder, files, cluster.timing.lease_s, cluster.allow_pickle)))
         _await(head, running[0], cluster, blueprint.num_envs)
         slots_of = split(blueprint.num_envs, workers)
         seat_of = [worker // cluster.workers_per_node for worker in range(workers)]
@@ -158,6 +164,7 @@ def _listen(cluster: Cluster, keys: KeyPair, node_keys: list[KeyPair], events: E
         replace=lambda node, reason: running[0].replace(node) if running else None,
         ended=lambda: running[0].ended() if running else {},
         cores=1 if cluster.oversubscribe else cluster.workers_per_node,
+        sends_pickle=cluster.allow_pickle,
     )
 
 

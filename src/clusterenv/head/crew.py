@@ -6,18 +6,20 @@ know of it, every answer brings back what the worker wrote. Weights are pulled b
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import mmap
 import os
 import time
+import zlib
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.code import missing_package
 from clusterenv.errors import ProtocolError, SpecError
 from clusterenv.events import emit
+from clusterenv.head.checks import check_fragment
 from clusterenv.head.head import Head, Weights
 from clusterenv.head.roster import Seated, Unseated
 from clusterenv.pool.arena import Arena, ArenaLayout
@@ -26,6 +28,7 @@ from clusterenv.pool.layout import Buffers, Layout
 from clusterenv.pool.messages import (
     Built,
     Close,
+    FragmentResult,
     LoadWeights,
     Rebuild,
     Reply,
@@ -33,6 +36,7 @@ from clusterenv.pool.messages import (
     RunFragment,
     Step,
     encode,
+    encode_named,
     plain,
 )
 from clusterenv.pool.mirror import Block, read_inputs, write_fragment, write_rows
@@ -90,6 +94,7 @@ class RemoteCrew:
     ) -> None:
         self._head = head
         self._payload = blueprint.payload
+        self._encode = encode_named if blueprint.is_named else encode
         self._slots_of = slots_of
         self._seat_of = seat_of
         self._workers = [[w for w, at in enumerate(seat_of) if at == seat] for seat in range(max(seat_of) + 1)]
@@ -106,6 +111,7 @@ class RemoteCrew:
                 threads,
                 preload,
                 other,
+                blueprint.is_named,
             )
             for seat, workers in enumerate(self._workers)
         ]
@@ -119,6 +125,7 @@ class RemoteCrew:
         self._weights: list[dict[int, Weights]] = [{} for _ in self._workers]  # per seat: place → what lies there
         self._offered: list[set[int]] = [set() for _ in self._workers]  # places whose weights were offered
         self._offers = 0
+        self._summed = (b"", 0)  # weights, and their checksum
         self._buffers: Buffers | None = None
         self._blocks: list[Block] = []  # per seat
         self._arena: Arena | None = None
@@ -165,8 +172,9 @@ class RemoteCrew:
 
     def put_weights(self, node: int, data: bytes, offset: int) -> None:
         self._offers += 1
-        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-        self._weights[node][offset] = Weights(self._offers, data, digest)
+        if data is not self._summed[0]:  # one snapshot goes to every node
+            self._summed = (data, zlib.crc32(data))
+        self._weights[node][offset] = Weights(self._offers, data, self._summed[1])
         self._offered[node].discard(offset)
 
     def _offer(self, seat: int, place: int) -> None:
@@ -176,12 +184,13 @@ class RemoteCrew:
         self._offered[seat].add(place)
         weights = self._weights[seat][place]
         self._head.offer(seat, weights, list(self._weights[seat].values()))
-        self._head.send(seat, Offer(seat, weights.number, place, len(weights.data), weights.digest))
+        self._head.send(seat, Offer(seat, weights.number, place, len(weights.data), weights.checksum))
 
     # -- messages ---------------------------------------------------------------------------------------------
 
     def send(self, index: int, message: Any) -> None:
         seat = self._seat_of[index]
+        body = self._encode(message)  # first: what cannot travel must not be waited for
         if index not in self._running:
             return  # its `Exit` was handed out already, and settles what was asked of it
         brings: Literal["nothing", "rows", "fragment"] = "nothing"
@@ -202,7 +211,7 @@ class RemoteCrew:
             self._asked[index, request] = _Asked(brings, side, num_steps)
         inputs = [] if not slots else [read_inputs(self._rows, slots, actions)]
         tell = Tell(seat, index, request or 0, tuple(slots), brings, side, num_steps, actions)
-        self._head.send(seat, tell, [encode(message), *inputs])
+        self._head.send(seat, tell, [body, *inputs])
 
     def ring(self, request: int) -> None:
         for seat in self._hosted & self._seated:
@@ -263,7 +272,10 @@ class RemoteCrew:
         if isinstance(message, Rung):
             self._rung(seat, message, frames)
         elif isinstance(message, Failed):
-            raise SpecError(f"the environments' code could not be loaded on node {seat}:\n{message.text}")
+            node = f"node {self._head.roster.holder(seat)}"
+            advice = missing_package(message.text, node)
+            text = f"the environments' code could not be loaded on {node}"
+            raise SpecError(f"{text}{': ' * bool(advice)}{advice}\n{message.text}")
         elif message.worker not in self._workers[seat]:
             raise ProtocolError(f"worker {message.worker} is not of seat {seat}")
         elif isinstance(message, Answer):
@@ -307,7 +319,10 @@ class RemoteCrew:
             write_fragment(arena.sides[asked.side], slice(slots[0], slots[-1] + 1), asked.num_steps, frames[1:])
         elif asked.brings == "rows":
             write_rows(self._rows, answer.slots, frames[1])
-        self._events.append((worker, self._reply(frames[0], request, worker) if len(frames[0]) else request))
+        reply = self._reply(frames[0], request, worker) if len(frames[0]) else request
+        if asked.brings == "fragment" and isinstance(reply, Reply) and isinstance(reply.result, FragmentResult):
+            check_fragment(reply.result, asked.num_steps, len(self._slots_of[worker]), self._rows.layout.obs)
+        self._events.append((worker, reply))
 
     def _reply(self, body: Any, request: int, worker: int) -> Any:
         reply = plain().unpack(body)

@@ -70,7 +70,7 @@ class Weights(NamedTuple):
 
     number: int
     data: bytes
-    digest: str
+    checksum: int
 
 
 class _Peer:
@@ -127,6 +127,7 @@ class Head:
         replace: Callable[[int, str], None],
         ended: Callable[[], dict[int, str]],
         cores: int = 1,
+        sends_pickle: bool = True,
     ) -> None:
         self._socket = HeadSocket(bind, port, keys, frame_limit=FRAME_LIMIT, dead_after_s=timing.dead_after_s)
         self.address = self._socket.address
@@ -135,6 +136,7 @@ class Head:
             self._socket.allow(key)
         self.timing = timing
         self._cores = cores  # that a node must have
+        self._sends_pickle = sends_pickle
         self._events = events
         self._replace = replace
         self._ended = ended
@@ -145,10 +147,14 @@ class Head:
         self.seat_events: deque[Seated | Unseated] = deque()
         self.progress: dict[int, tuple[int, int, int, int]] = {}  # worker → pid, slot, phase, step
         self.offers: dict[tuple[int, int], Weights] = {}  # (seat, number)
+        self._offered_at = [0.0] * len(node_keys)  # per seat
+        self._pull_s: list[float | None] = [None] * len(node_keys)
         self.refusals: dict[int, str] = {}
         self.message_limit = 16 << 20
         self.bytes_sent = [0] * len(node_keys)
         self.bytes_received = [0] * len(node_keys)
+        self.frames_sent = [0] * len(node_keys)
+        self.frames_received = [0] * len(node_keys)
         self.dropped = 0
         """Messages of sessions that are over, or that the protocol does not know."""
         self._chores: deque[Replace] = deque()
@@ -180,6 +186,7 @@ class Head:
             numbers = {kept.number for kept in keep}
             self.offers = {key: kept for key, kept in self.offers.items() if key[0] != seat or key[1] in numbers}
             self.offers[seat, weights.number] = weights
+            self._offered_at[seat] = time.monotonic()
 
     def pump(self, timeout_s: float) -> None:
         """Wait until something has come, at most so long, and sort it."""
@@ -207,8 +214,7 @@ class Head:
                 for node, reason in self._ended().items():
                     if self._lock.acquire(timeout=0.25):
                         try:
-                            if node in self._active:
-                                self._do(self.roster.gone(node, reason, time.monotonic()))
+                            self._do(self.roster.gone(node, reason, time.monotonic()))
                         finally:
                             self._lock.release()
 
@@ -245,6 +251,7 @@ class Head:
         peer.node = node
         peer.reader.limit = self.message_limit
         self.bytes_received[node] += sum(map(len, arrived.frames))
+        self.frames_received[node] += len(arrived.frames)
         try:
             said = peer.reader.read(arrived.frames)
         except ProtocolError as error:
@@ -300,6 +307,8 @@ class Head:
         wrong = [f"{name} {theirs} there, {ours} here" for name, theirs, ours in pairs if theirs != ours]
         if wrong:
             return f"versions differ: {'; '.join(wrong)}. Install the same on both sides"
+        if self._sends_pickle and not hello.allow_pickle:
+            return f"{hello.host} takes no pickled code: say allow_pickle=False here, or start it without --no-pickle"
         if hello.cores < self._cores:
             return f"{hello.host} has {hello.cores} cores for {self._cores} workers: ask for fewer workers_per_node"
         return None
@@ -330,7 +339,8 @@ class Head:
                 self.seat_events.append(item)
             elif isinstance(item, Replace):
                 self._active.pop(item.node, None)
-                self._events.add(Event("node_lost", f"node {item.node}: {item.reason}"))
+                kind = "node_asked_again" if item.again else "node_lost"
+                self._events.add(Event(kind, f"node {item.node}: {item.reason}"))
                 self._chores.append(item)
 
     def _send(self, node: int, message: Any, payload: Sequence[Any] = ()) -> bool:
@@ -340,25 +350,34 @@ class Head:
     def _say(self, peer: _Peer, session: int, message: Any, payload: Sequence[Any] = ()) -> bool:
         for frames in to_wire(session, message, payload):
             self.bytes_sent[peer.node] += sum(map(len, frames))
+            self.frames_sent[peer.node] += len(frames)
             if not self._socket.send(peer.route, frames):
                 return False
         return True
 
     def _give(self, pull: Pull) -> None:
         weights = self.offers.get((pull.seat, pull.offer))
-        if weights is None or not 0 <= pull.at < len(weights.data):
+        if weights is None or not 0 <= pull.at <= pull.at + pull.size <= len(weights.data):
             self.dropped += 1
+            return
+        if not pull.size:
+            self._pull_s[pull.seat] = time.monotonic() - self._offered_at[pull.seat]
             return
         node = self.roster.holder(pull.seat)
         assert node is not None
-        piece = memoryview(weights.data)[pull.at : pull.at + CHUNK]
-        self._send(node, Chunk(pull.seat, pull.offer, pull.at), [piece])
+        end = pull.at + pull.size
+        for at in range(pull.at, end, CHUNK):
+            piece = memoryview(weights.data)[at : min(at + CHUNK, end)]
+            self._send(node, Chunk(pull.seat, pull.offer, at), [piece])
 
     def stats(self) -> dict[str, Any]:
-        """Bytes are those of frames: CURVE adds about 33 to each, TCP and IP about 5 % to all."""
+        """Bytes of frames: encryption adds 42 to each at most, and Ethernet, IP and TCP 66 to each packet."""
         return {
             "sent_bytes": list(self.bytes_sent),
             "received_bytes": list(self.bytes_received),
+            "sent_frames": list(self.frames_sent),
+            "received_frames": list(self.frames_received),
+            "pull_s": list(self._pull_s),
             "refused_keys": self._socket.refused,
             "dropped_messages": self.dropped,
             "missing_nodes": self.roster.missing,

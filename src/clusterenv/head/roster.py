@@ -54,17 +54,21 @@ class Replace(NamedTuple):
 
     node: int
     reason: str
+    again: bool = False
+    """Its replacement ended before it came."""
 
 
 Instruction = Admit | Refuse | Seated | Unseated | Replace
+
+_ASK_AGAIN_S = 2.0
+_ASK_MOST_S = 60.0
+"""How soon a replacement that ended before it came is asked for again: twice as long each time, up to the second."""
 
 _AFTER = {
     (NodeState.AWAITED, "hello"): NodeState.ACTIVE,
     (NodeState.LOST, "hello"): NodeState.ACTIVE,
     (NodeState.ACTIVE, "hello"): NodeState.ACTIVE,  # it came back before its end was noticed
     (NodeState.ACTIVE, "gone"): NodeState.LOST,
-    (NodeState.AWAITED, "gone"): NodeState.AWAITED,  # its job ended before it ever came
-    (NodeState.LOST, "gone"): NodeState.LOST,
 }
 
 
@@ -76,6 +80,8 @@ class _Node:
     heard_at: float = 0.0
     seats: set[int] = field(default_factory=set)
     history: list[str] = field(default_factory=list)
+    asked: int = 0  # how often for a replacement
+    asked_at: float = 0.0
 
 
 class Roster:
@@ -131,7 +137,7 @@ class Roster:
             done += self._unseat(node, number, "it came back with a new connection", False, now)
         self._move(node, "hello", "joined")
         self._sessions += 1
-        node.instance, node.session, node.heard_at = instance, self._sessions, now
+        node.instance, node.session, node.heard_at, node.asked = instance, self._sessions, now, 0
         done.append(Admit(number, node.session))
         return done + self._place(now)
 
@@ -144,12 +150,17 @@ class Roster:
         return True
 
     def gone(self, number: int, reason: str, now: float) -> list[Instruction]:
-        """Its connection ended, its job ended, or it said goodbye."""
+        """Its connection ended, its job ended, or it said goodbye; of one that is lost: its replacement ended."""
         node = self._nodes[number]
-        was_here = node.state is NodeState.ACTIVE
+        if node.state is not NodeState.ACTIVE:
+            if node.state is NodeState.AWAITED or now - node.asked_at < min(_ASK_AGAIN_S * 2**node.asked, _ASK_MOST_S):
+                return []
+            node.asked, node.asked_at = node.asked + 1, now
+            self._note(node, reason)
+            return [Replace(number, reason, again=True)]
         self._move(node, "gone", reason)
-        done = self._unseat(node, number, reason, False, now)
-        return [*done, Replace(number, reason)] if was_here else done
+        node.asked_at = now
+        return [*self._unseat(node, number, reason, False, now), Replace(number, reason)]
 
     def tick(self, now: float, listening_since: float) -> list[Instruction]:
         """Time passes. Silence counts only while the head itself was listening."""

@@ -13,6 +13,7 @@ from clusterenv.errors import PolicyError
 from clusterenv.policy.base import Prepared
 from clusterenv.policy.codec import Weights
 from clusterenv.policy.families import Uniform, family_for
+from clusterenv.policy.named import Named
 
 __all__ = ["NumpyPolicy", "RandomPolicy"]
 
@@ -103,6 +104,9 @@ class RandomPolicy:
 
     def knobs(self) -> dict[str, Any]:
         return {}
+
+    def describe(self) -> Named:
+        return Named("clusterenv.policy.numpy:RandomPolicy", {}, {})
 
 
 class _RandomRecipe:

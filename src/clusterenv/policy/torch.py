@@ -21,6 +21,7 @@ from clusterenv.errors import PolicyError
 from clusterenv.policy.base import PAD, Prepared
 from clusterenv.policy.codec import Weights
 from clusterenv.policy.families import Family, family_for
+from clusterenv.policy.named import Named, class_at
 from clusterenv.policy.shapes import LOOKED_FOR, candidates, from_distribution, pack
 
 __all__ = ["TorchPolicy"]
@@ -45,6 +46,8 @@ class TorchPolicy:
         initial_state: recurrent policies: `initial_state(rows)` gives the state before anything was seen, a (nested
             tuple of) tensor [rows, ...]. Where `episode_start` is 1, `dist` itself goes back to it.
         action_mask: key of the observation, or of the infos, under which the allowed actions are.
+        made_by: for nodes that take no pickled code (`allow_pickle=False`): how they make such a module themselves, as
+            `("package.module:Class", {arguments})`. `dist` is then None or a name.
         epsilon, noise: for "epsilon-greedy" and "deterministic"; a number, or one per slot. May be changed any time.
 
     Observations arrive as tensors [B, ...]: floats and 8-bit images as float32, other integers as they are.
@@ -67,6 +70,7 @@ class TorchPolicy:
         acting: Sequence[str] | None = None,
         initial_state: Callable[[int], Any] | None = None,
         action_mask: str | None = None,
+        made_by: tuple[str, dict[str, Any]] | None = None,
         epsilon: Any = 0.0,
         noise: Any = 0.0,
     ) -> None:
@@ -79,6 +83,7 @@ class TorchPolicy:
         self._acting = None if acting is None else tuple(acting)
         self._initial_state = initial_state
         self._mask = action_mask
+        self._made_by = made_by
 
     # -- what the collector asks ------------------------------------------------------------------------------
 
@@ -117,6 +122,20 @@ class TorchPolicy:
 
     def knobs(self) -> dict[str, Any]:
         return {"epsilon": _plain(self.epsilon), "noise": _plain(self.noise)}
+
+    def describe(self) -> Named:
+        if self._made_by is None:
+            raise PolicyError(
+                "allow_pickle=False: say how nodes can make this module themselves, "
+                'TorchPolicy(module, made_by=("package.module:Class", {...}))'
+            )
+        if callable(self._dist) or self._initial_state is not None:
+            raise PolicyError("allow_pickle=False: dist has to be None or a name, and the policy not recurrent")
+        path, kwargs = self._made_by
+        if class_at(path) is not type(self.module):
+            raise PolicyError(f"made_by={path!r} is not the class of the module, {type(self.module).__qualname__}")
+        acting = None if self._acting is None else list(self._acting)
+        return Named(path, dict(kwargs), {"dist": self._dist, "acting": acting, "action_mask": self._mask})
 
     # -- inside -----------------------------------------------------------------------------------------------
 

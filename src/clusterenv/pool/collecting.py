@@ -11,8 +11,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from clusterenv.code import missing_package
 from clusterenv.errors import DeadlineError, PolicyError
 from clusterenv.policy.families import Family
+from clusterenv.policy.named import Named
 from clusterenv.pool.arena import Arena, ArenaLayout, Side
 from clusterenv.pool.layout import Buffers, Layout, leaves_of
 from clusterenv.pool.messages import (
@@ -34,7 +36,7 @@ __all__ = ["Attached", "FragmentDesk", "Host", "of_slots"]
 class Attached(NamedTuple):
     """A policy as workers are told of it."""
 
-    recipe: bytes
+    recipe: bytes | Named
     family: Family
     mask: str | None
     seed: int
@@ -264,7 +266,11 @@ class FragmentDesk:
         self._shelves[self._host.node_of[worker]].has_read(reply.request)
         if result is not None and result.policy_error is not None and worker not in self._stale:
             what, text = result.policy_error
-            self._error = PolicyError(f"{what} (worker {worker})\n{text}", remote_traceback=text)
+            where = f"worker {worker}" + (f" on node {self._host.node_of[worker]}" if len(self._weights) > 1 else "")
+            advice = missing_package(what, where)
+            what = f"{what} ({where})" + (f": {advice}" if advice else "")
+            if self._error is None:  # what follows from the first is not worth telling
+                self._error = PolicyError(f"{what}\n{text}", remote_traceback=text)
         if kind != "fragment" or result is None:
             return
         assert self._arena is not None
@@ -329,7 +335,8 @@ class FragmentDesk:
         slots = host.slots_of[worker]
         epoch, arena_epoch, version = self._known.get(worker, (0, 0, -2))
         if epoch != self._epoch:
-            host.post(worker, "policy", slots, SetPolicy(host.number(), *policy))
+            told = SetPolicy(host.number(), *policy)
+            host.post(worker, "policy", slots, told._replace(family=None) if isinstance(told.recipe, Named) else told)
             version = -2
         newest, offset, size = self._weights[host.node_of[worker]]
         if version != newest:

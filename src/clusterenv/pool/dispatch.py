@@ -79,7 +79,7 @@ class Dispatcher:
         if isinstance(message, Attach):
             group.attach(Buffers(message.layout, self._memory.rows()), message.observation_space, message.action_space)
             if isinstance(group, EnvGroup):
-                self._loop = FragmentLoop(group, message.observation_space)
+                self._loop = FragmentLoop(group, message.observation_space, message.action_space)
             return None
         assert isinstance(message, Close), message
         self.close()

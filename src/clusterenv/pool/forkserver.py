@@ -108,7 +108,7 @@ class _Server:
             sys.path[:] = setup["sys_path"]
             for module in setup["modules"]:
                 importlib.import_module(module)
-            setup["makers"] = load_makers(setup["payload"], setup["num_envs"])
+            setup["makers"] = load_makers(setup["payload"], setup["num_envs"], setup["is_named"])
         except BaseException:
             self._send(("failed", traceback.format_exc()))
             return
@@ -143,6 +143,7 @@ class _Server:
                     setup["check"],
                     setup["spin_s"],
                     setup["plain"],
+                    setup["is_named"],
                 )
             except BaseException:
                 os.write(2, traceback.format_exc().encode())

@@ -20,6 +20,7 @@ from clusterenv.errors import PolicyError
 from clusterenv.policy.base import PAD, Actor, pad_rows
 from clusterenv.policy.codec import decode
 from clusterenv.policy.families import Family, mask_logits
+from clusterenv.policy.named import Named, prepare_named
 from clusterenv.policy.streams import Streams
 from clusterenv.pool.arena import Arena, ArenaLayout, Side
 from clusterenv.pool.evaluation import Evaluator
@@ -50,9 +51,9 @@ asks a fragment to end early, because the machine is about to go."""
 class FragmentLoop:
     """One per worker, beside its `EnvGroup`."""
 
-    def __init__(self, group: EnvGroup, observation_space: Any) -> None:
+    def __init__(self, group: EnvGroup, observation_space: Any, action_space: Any) -> None:
         self._group = group
-        self._space = observation_space
+        self._space, self._action_space = observation_space, action_space
         count = len(group.slots)
         self._returns = np.zeros(count)
         self._counted = np.zeros(count, dtype=np.int64)  # steps that are in `_returns`
@@ -60,6 +61,7 @@ class FragmentLoop:
         self._masks: list[Any] = [None] * count  # of the infos last seen
         self._evaluator = Evaluator(group.makers, group.at, observation_space, group.buffers.layout.obs)
         self._actor: Actor | None = None
+        self._family: Family
         self._version = -1
 
     # -- policy -----------------------------------------------------------------------------------------------
@@ -67,12 +69,17 @@ class FragmentLoop:
     def set_policy(self, request: SetPolicy) -> Reply:
         self._group.at[1] = INIT  # importing torch may take long
         self._actor = None
+        recipe, family = request.recipe, request.family
         try:
-            self._actor = pickle.loads(request.recipe).build()
-            self._state = self._actor.initial_state(-(-len(self._group.slots) // PAD) * PAD)
+            if isinstance(recipe, Named):
+                prepared = prepare_named(recipe, self._space, self._action_space)
+                actor, family = prepared.recipe.build(), prepared.family
+            else:
+                actor = pickle.loads(recipe).build()
+            self._state = actor.initial_state(-(-len(self._group.slots) // PAD) * PAD)
         except Exception as error:  # the user's policy: told to the head, which raises it by name
             return _policy_failed(request.request, "the policy could not be built on a worker", error)
-        self._family: Family = request.family
+        self._actor, self._family = actor, family
         self._mask = request.mask
         self._mask_in_obs = request.mask is not None and request.mask in getattr(self._space, "spaces", {})
         self._streams = Streams(request.seed)
@@ -138,8 +145,9 @@ class FragmentLoop:
     # -- the loop ---------------------------------------------------------------------------------------------
 
     def run(self, request: RunFragment) -> Reply:
+        if self._actor is None:  # asked for before the head heard that the policy could not be built
+            return _policy_failed(request.request, "there is no policy on a worker", PolicyError("it was not built"))
         group, actor, family = self._group, self._actor, self._family
-        assert actor is not None
         first, slots, at, keys, knobs = group.first, group.slots, group.at, self._keys, request.knobs
         side = self._arena.sides[request.side]
         steps = list(group.steps)

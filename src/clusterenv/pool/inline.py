@@ -43,7 +43,7 @@ class InlineCrew:
     is_inline = True
 
     def __init__(self, blueprint: Blueprint, mode: AutoresetMode | None, check: bool, workers: int = 1) -> None:
-        self._makers = load_makers(blueprint.payload, blueprint.num_envs)
+        self._makers = load_makers(blueprint.payload, blueprint.num_envs, blueprint.is_named)
         self._mode = mode
         self._check = check
         self._at = [memoryview(bytearray(PROGRESS_BYTES)).cast("i") for _ in range(workers)]

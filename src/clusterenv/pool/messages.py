@@ -9,10 +9,17 @@ from __future__ import annotations
 
 import pickle
 import struct
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import cloudpickle
+import msgspec
+
+from clusterenv.errors import ProtocolError
+from clusterenv.policy.named import Named
+from clusterenv.pool.arena import ArenaLayout
+from clusterenv.pool.layout import Layout
 
 __all__ = [
     "Attach",
@@ -36,8 +43,10 @@ __all__ = [
     "SetPolicy",
     "Step",
     "encode",
+    "encode_named",
     "encode_plain",
     "encode_quick",
+    "open_request",
     "plain",
 ]
 
@@ -136,9 +145,10 @@ class SetPolicy(NamedTuple):
     """From now on this policy acts; its weights follow."""
 
     request: int
-    recipe: bytes
-    """A cloudpickled `Recipe`."""
+    recipe: bytes | Named
+    """A cloudpickled `Recipe`, or how the worker makes the policy itself."""
     family: Any
+    """None with a `Named`: the worker finds out."""
     mask: str | None
     seed: int
     info_keys: tuple[str, ...]
@@ -306,6 +316,34 @@ def encode(message: NamedTuple) -> bytes:
     return _HEAD.pack(len(body) + 1, _PICKLED) + body
 
 
+@cache
+def _requests() -> Any:
+    """The codec of requests to workers that unpickle nothing."""
+    from gymnasium.spaces import GraphInstance
+
+    from clusterenv.protocol.plain import Codec
+
+    structs = [Sticky, Build, Attach, Act, Step, Reset, Rebuild, Call, SetAttr, SetPolicy, Named]
+    return Codec([*structs, LoadWeights, MapArena, RunFragment, Evaluate, Close, GraphInstance])
+
+
+def encode_named(message: Any) -> bytes:
+    """A request as plain data. NotPlainError where it holds what is not."""
+    if isinstance(message, (Attach, MapArena)):
+        message = message._replace(layout=msgspec.msgpack.encode(message.layout))
+    body: bytes = _requests().pack(message)
+    return _HEAD.pack(len(body) + 1, _PLAIN) + body
+
+
+def open_request(body: bytes) -> Any:
+    """The other side of `encode_named`."""
+    message = _requests().unpack(body)
+    if isinstance(message, (Attach, MapArena)):
+        kind = Layout if isinstance(message, Attach) else ArenaLayout
+        message = message._replace(layout=msgspec.msgpack.decode(message.layout, type=kind))
+    return message
+
+
 def encode_quick(request: int) -> bytes:
     return _QUICK.pack(5, _NUMBER, request)
 
@@ -319,8 +357,10 @@ def _raw(body: bytes) -> Raw:
 class FrameReader:
     """Bytes in, messages out: an int for a quick frame, else the message."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_plain: Callable[[bytes], Any] | None = None, allow_pickle: bool = True) -> None:
         self._buffer = bytearray()
+        self._open_plain = open_plain or _raw
+        self._allow_pickle = allow_pickle
 
     def feed(self, data: bytes | memoryview) -> list[Any]:
         if len(data) == 9 and not self._buffer and data[4] == _NUMBER:
@@ -335,8 +375,12 @@ class FrameReader:
             body = bytes(memoryview(self._buffer)[start + 5 : start + 4 + length])
             if kind == _NUMBER:
                 messages.append(struct.unpack("<I", body)[0])
+            elif kind == _PLAIN:
+                messages.append(self._open_plain(body))
+            elif self._allow_pickle:
+                messages.append(pickle.loads(body))
             else:
-                messages.append(_raw(body) if kind == _PLAIN else pickle.loads(body))
+                raise ProtocolError("a pickled request, where none is taken")
             start += 4 + length
         if start:
             del self._buffer[:start]

@@ -18,7 +18,16 @@ from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
 from clusterenv import infos as info_columns
-from clusterenv.errors import DeadlineError, EnvError, PolicyError, SpecError, UsageError, WorkerLostError
+from clusterenv.code import missing_package
+from clusterenv.errors import (
+    DeadlineError,
+    EnvError,
+    NotPlainError,
+    PolicyError,
+    SpecError,
+    UsageError,
+    WorkerLostError,
+)
 from clusterenv.events import Event, EventLog
 from clusterenv.pool.agreement import agree
 from clusterenv.pool.arena import ArenaLayout
@@ -121,7 +130,7 @@ class Pool:
                         slots=tuple(self.slots_of[worker]),
                     )
                 if message.faults:
-                    raise _env_error(message.faults[0])
+                    raise _env_error(message.faults[0], self._where(worker))
                 self._open[worker].clear()
                 built[worker] = message
         self._adopt(agree(built, self.slots_of), mode)
@@ -145,6 +154,9 @@ class Pool:
         for worker in range(len(self.slots_of)):
             self._attach(worker)
 
+    def _where(self, worker: int) -> str:
+        return f"node {self.node_of[worker]}" if max(self.node_of) else "the machine of the workers"
+
     def _attach(self, worker: int) -> None:
         attach = Attach(self.layout, self.single_observation_space, self.single_action_space)
         self._crew.send(worker, attach)
@@ -156,7 +168,11 @@ class Pool:
     def post(self, worker: int, kind: str, slots: list[int], message: Any) -> int:
         """Open a ticket and send; `message.request` is its number."""
         self._open[worker][message.request] = _Ticket(kind, slots)
-        self._crew.send(worker, message)
+        try:
+            self._crew.send(worker, message)
+        except NotPlainError:
+            del self._open[worker][message.request]
+            raise
         self._hangs.began(worker, time.monotonic())
         number: int = message.request
         return number
@@ -646,10 +662,12 @@ class Pool:
         self._crew.close(timeout_s)
 
 
-def _env_error(fault: Fault) -> EnvError:
+def _env_error(fault: Fault, where: str = "") -> EnvError:
+    advice = missing_package(fault.traceback, where) if where else ""
     return EnvError(
         f"the environment of slot {fault.slot} failed in {fault.phase}: {fault.error} "
-        f"(seed {fault.seed}, incarnation {fault.incarnation}, step {fault.step})\n{fault.traceback}",
+        f"(seed {fault.seed}, incarnation {fault.incarnation}, step {fault.step}){': ' * bool(advice)}{advice}"
+        f"\n{fault.traceback}",
         slot=fault.slot,
         phase=fault.phase,
         remote_traceback=fault.traceback,

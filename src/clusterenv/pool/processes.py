@@ -148,6 +148,7 @@ class ProcessCrew:
             "check": self._check,
             "spin_s": self._spin_s,
             "plain": self._plain,
+            "is_named": self._blueprint.is_named,
         }
         payload_fd = os.memfd_create("clusterenv-setup")
         try:
@@ -181,7 +182,7 @@ class ProcessCrew:
         self._fragments = mmap.mmap(self._shared.fragments, 0)
         return self._fragments
 
-    def put_weights(self, node: int, data: bytes, offset: int) -> None:
+    def put_weights(self, node: int, data: bytes | memoryview, offset: int) -> None:
         """Write weights where workers can read them; the file grows as needed."""
         view = memoryview(data)
         while view:

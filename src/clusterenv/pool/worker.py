@@ -22,7 +22,7 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.errors import NotPlainError
 from clusterenv.pool.dispatch import Dispatcher
-from clusterenv.pool.messages import Close, Fault, FrameReader, Reply, encode, encode_plain, encode_quick
+from clusterenv.pool.messages import Close, Fault, FrameReader, Reply, encode, encode_plain, encode_quick, open_request
 
 __all__ = ["BELL", "PROGRESS_BYTES", "SharedMemory", "run"]
 
@@ -90,8 +90,9 @@ def run(
     check: bool,
     spin_s: float,
     plain: Literal["refuse", "repr"] | None,
+    is_named: bool,
 ) -> None:
-    """Serve requests until the head closes the channel."""
+    """Serve requests until the head closes the channel. `is_named`: they are plain data, and nothing is unpickled."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the line above took effect
@@ -108,7 +109,7 @@ def run(
 
     dispatcher = Dispatcher(makers, mode, check, progress, _Mapped(memory))
     receiver = _Receiver(channel, progress, spin_s)
-    reader = FrameReader()
+    reader = FrameReader(open_request, allow_pickle=not is_named)
 
     def send(reply: Any) -> None:
         if isinstance(reply, int):

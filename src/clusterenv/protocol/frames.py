@@ -1,9 +1,10 @@
 """Messages to frames and back, with every limit checked before anything is kept.
 
-A message is one run of bytes: the sizes of its parts, its header, its payload. It goes as one frame behind a prefix,
-because every frame is encrypted and handed over by itself. One that is larger than 1 MB goes as pieces
-`[prefix, bytes]`, because a single huge frame would starve the heartbeats of its connection. A piece never mixes with
-another message of the same sender: pieces come in order, and other messages may come between them.
+A message is one run of bytes: the sizes of its parts, its header, its payload. A small one goes as one frame behind a
+prefix, because every frame is encrypted and handed over by itself; of a larger one the payload follows in frames of
+its own, which spares a copy. One of more than half a megabyte goes as pieces `[prefix, bytes]`, because a single huge
+frame would starve the heartbeats of its connection. A piece never mixes with another message of the same sender: pieces
+come in order, and other messages may come between them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from clusterenv.protocol.messages import FromHead, FromNode
 
 __all__ = ["CHUNK", "FRAME_LIMIT", "Reader", "head_reader", "node_reader", "to_wire"]
 
-CHUNK = 1 << 20
+CHUNK = 1 << 19
 FRAME_LIMIT = CHUNK + (1 << 16)
 """Larger frames are refused by the socket."""
 
@@ -27,6 +28,7 @@ _PREFIX = struct.Struct("<BQ")  # whole or piece, session
 _PIECE = struct.Struct("<BQIIQ")  # .., index, count, total
 _WHOLE, _PART = 0, 1
 _SMALL_LIMIT = 16 << 20
+_INLINE = 1 << 16
 _MAX_PARTS = 4096
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -39,8 +41,11 @@ def to_wire(session: int, message: Any, payload: Sequence[Buffer] = ()) -> list[
     header = _encode(message)
     sizes = [len(header), *map(len, payload)]
     table = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
-    if sum(sizes) <= CHUNK:
+    total = sum(sizes)
+    if total <= _INLINE:
         return [[b"".join([_PREFIX.pack(_WHOLE, session), table, header, *payload])]]
+    if total <= FRAME_LIMIT:
+        return [[b"".join([_PREFIX.pack(_WHOLE, session), table, header]), *payload]]
     body = b"".join([table, header, *payload])
     view, count = memoryview(body), -(-len(body) // CHUNK)
     return [[_PIECE.pack(_PART, session, i, count, len(body)), view[i * CHUNK : (i + 1) * CHUNK]] for i in range(count)]
@@ -58,8 +63,8 @@ class Reader(Generic[M]):
     def read(self, frames: Sequence[Any]) -> tuple[int, M, list[Any]] | None:
         """(session, message, payload); None while more pieces have to come."""
         first = frames[0] if frames else b""
-        if len(frames) == 1 and len(first) >= _PREFIX.size and first[0] == _WHOLE:
-            parts = _cut(memoryview(first)[_PREFIX.size :])
+        if len(first) >= _PREFIX.size and first[0] == _WHOLE and len(frames) <= _MAX_PARTS:
+            parts = _cut(memoryview(first)[_PREFIX.size :], frames[1:])
             return _PREFIX.unpack_from(first)[1], self._header(parts[0]), parts[1:]
         if len(frames) == 2 and len(first) == _PIECE.size and first[0] == _PART:
             return self._join(bytes(first), frames[1])
@@ -89,7 +94,8 @@ class Reader(Generic[M]):
         return message
 
 
-def _cut(body: memoryview) -> list[memoryview]:
+def _cut(body: memoryview, others: Sequence[Any] = ()) -> list[Any]:
+    """The parts of a message; all but the first may be frames of their own."""
     if len(body) < 4:
         raise ProtocolError("a message cut short")
     (count,) = struct.unpack_from("<I", body)
@@ -97,6 +103,10 @@ def _cut(body: memoryview) -> list[memoryview]:
     if not 1 <= count <= _MAX_PARTS or at > len(body):
         raise ProtocolError(f"a message of {count} parts in {len(body)} bytes")
     sizes = struct.unpack_from(f"<{count}Q", body, 4)
+    if others:
+        if at + sizes[0] != len(body) or sizes[1:] != tuple(map(len, others)):
+            raise ProtocolError("parts that do not have the sizes announced")
+        return [body[at:], *others]
     if at + sum(sizes) != len(body):
         raise ProtocolError("parts that do not fill their message")
     parts = []

@@ -58,6 +58,8 @@ class Hello(_Message):
     host: str
     pid: int
     cores: int
+    allow_pickle: bool
+    """Whether it takes pickled code."""
 
 
 class Failed(_Message):
@@ -107,11 +109,12 @@ class Beat(_Message):
 
 
 class Pull(_Message):
-    """The next bytes of some weights, please."""
+    """So many bytes of some weights, please; none: they are all here."""
 
     seat: int
     offer: int
     at: int
+    size: int
 
 
 class Bye(_Message):
@@ -148,6 +151,8 @@ class Host(_Message):
     threads: int | None
     preload: tuple[str, ...]
     other: Literal["refuse", "repr"]
+    is_named: bool
+    """The code is a name, and no request is pickled."""
 
 
 class Rows(_Message):
@@ -199,7 +204,7 @@ class Offer(_Message):
     offer: int
     place: int
     size: int
-    digest: str
+    checksum: int
 
 
 class Chunk(_Message):

@@ -1,0 +1,79 @@
+"""What another machine says of a fragment, held against what was asked. Pure; raises ProtocolError.
+
+The codec has made sure that it is plain data; here, that indices point into the fragment and arrays have the shapes of
+its spaces, before anything is made of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from clusterenv.errors import ProtocolError
+from clusterenv.pool.layout import Leaf
+from clusterenv.pool.messages import DriftSamples, Finals, FragmentResult
+
+__all__ = ["check_fragment"]
+
+
+def check_fragment(result: FragmentResult, num_steps: int, columns: int, leaves: tuple[Leaf, ...]) -> None:
+    """Of a worker with so many environments that was asked for so many steps."""
+    _need(_is_int(result.num_steps) and 0 <= result.num_steps <= num_steps, "its number of steps")
+    _need(_is_int(result.version), "its version")
+    _need(all(isinstance(value, float) and value >= 0 for value in (result.env_s, result.policy_s)), "its times")
+    error = result.policy_error
+    _need(error is None or (len(error) == 2 and all(isinstance(text, str) for text in error)), "its policy error")
+    _finals(result.finals, num_steps, columns, leaves)
+    if result.samples is not None:
+        _samples(result.samples, num_steps, columns)
+    _need(isinstance(result.episodes, list) and isinstance(result.infos, dict), "its episodes and infos")
+    for t, column, total, length, info in result.episodes:
+        _need(_is_int(t) and 0 <= t < num_steps and _is_int(column) and 0 <= column < columns, "an episode's place")
+        _need(isinstance(total, float) and _is_int(length) and isinstance(info, dict), "an episode's return and length")
+    for entries in result.infos.values():
+        for t, column, _ in entries:
+            _need(_is_int(t) and 0 <= t < num_steps and _is_int(column) and 0 <= column < columns, "an info's place")
+
+
+def _finals(finals: Finals, num_steps: int, columns: int, leaves: tuple[Leaf, ...]) -> None:
+    _need(isinstance(finals, Finals) and isinstance(finals.leaves, list), "its last observations")
+    if finals.t is None:
+        _need(finals.columns is None and not finals.leaves, "its last observations")
+        return
+    count = _places(finals.t, finals.columns, num_steps, columns)
+    if not finals.leaves:
+        _need(count == 0, "its last observations")
+        return
+    _need(len(finals.leaves) == len(leaves), "its last observations")
+    for leaf, values in zip(leaves, finals.leaves, strict=True):
+        if leaf.dtype is None:
+            _need(isinstance(values, list) and len(values) == count, "its last observations")
+        else:
+            fits = isinstance(values, np.ndarray) and values.dtype == np.dtype(leaf.dtype)
+            _need(fits and values.shape == (count, *leaf.shape), "its last observations")
+
+
+def _samples(samples: DriftSamples, num_steps: int, columns: int) -> None:
+    _need(isinstance(samples, DriftSamples), "its samples")
+    count = _places(samples.t, samples.columns, num_steps, columns)
+    params = samples.params
+    _need(isinstance(params, np.ndarray) and params.dtype == np.float32 and params.ndim == 2, "its samples")
+    _need(len(params) == count, "its samples")
+
+
+def _places(t: Any, columns: Any, num_steps: int, num_columns: int) -> int:
+    for values, limit in ((t, num_steps), (columns, num_columns)):
+        _need(isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu", "its places")
+        _need(len(values) == 0 or (values.min() >= 0 and values.max() < limit), "its places")
+    _need(len(t) == len(columns), "its places")
+    return len(t)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _need(holds: bool, what: str) -> None:
+    if not holds:
+        raise ProtocolError(f"a fragment in which {what} cannot be")
