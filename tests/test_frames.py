@@ -15,11 +15,11 @@ from clusterenv.protocol.frames import CHUNK, head_reader, node_reader, to_wire
 from clusterenv.protocol.messages import Answer, Beat, Bye, Hello, Pull, Rung, Tell
 
 MESSAGES = [
-    Hello(1, "0.1.0", "3.11", "1.2.0", "abc", "host", 7, 2),
+    Hello(1, "0.1.0", "3.11", "1.2.0", "abc", "host", 7, 2, True),
     Answer(0, 3, 17, True, (1, 2, 3)),
     Rung(1, 5, (0, 1)),
     Beat(((0, 77, 1, 2, 3),)),
-    Pull(0, 3, 1 << 20),
+    Pull(0, 3, 1 << 20, 1 << 19),
     Bye("preempted"),
 ]
 
@@ -29,6 +29,17 @@ def test_what_is_sent_is_read(message, payload, session):
     (wire,) = to_wire(session, message, payload)
     got = head_reader().read(wire)
     assert got is not None and got[0] == session and got[1] == message and [bytes(p) for p in got[2]] == payload
+
+
+def test_the_payload_of_a_larger_message_goes_in_frames_of_its_own():
+    payload = [bytes(70_000), b"", b"abc"]
+    (wire,) = to_wire(9, MESSAGES[1], payload)
+    assert len(wire) == 4
+    got = head_reader().read(wire)
+    assert got is not None and got[1] == MESSAGES[1] and [bytes(p) for p in got[2]] == payload
+    for wrong in (wire[:3], [*wire, b"more"], [wire[0], wire[1][1:], *wire[2:]]):
+        with pytest.raises(ce.ProtocolError):
+            head_reader().read(wrong)
 
 
 def test_large_messages_go_in_pieces_that_join():
@@ -55,7 +66,7 @@ def test_pieces_that_do_not_fit_are_refused():
         reader.read(wire[0])
 
 
-VALID = [frames for message in MESSAGES for frames in to_wire(5, message, [b"payload"])]
+VALID = [frames for message in MESSAGES for load in (b"load", bytes(70_000)) for frames in to_wire(5, message, [load])]
 
 
 @given(
@@ -91,7 +102,7 @@ def test_lies_about_sizes_cost_no_memory():
             reader.read([prefix, b"x" * 1000])
     deep = b"\x91" * 100_000
     with pytest.raises(ce.ProtocolError):
-        reader.read([struct.pack("<BQ", 0, 5), deep])
+        reader.read([struct.pack("<BQIQ", 0, 5, 1, len(deep)) + deep])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 16 << 20
