@@ -43,6 +43,9 @@ class NamespaceJobs:
     def ended(self) -> dict[int, str]:
         return {i: f"exited with {agent.poll()}" for i, agent in enumerate(self.agents) if agent.poll() is not None}
 
+    def state(self, node: int) -> str:
+        return ""
+
     def replace(self, node: int) -> None:
         if self.replaces and self.agents[node].poll() is not None:
             self.agents[node] = self._start(node)

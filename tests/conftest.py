@@ -13,6 +13,8 @@ import hypothesis
 import psutil
 import pytest
 
+import real
+
 # The same examples in every run: a failure is a finding of the change at hand, never of the dice.
 hypothesis.settings.register_profile(
     "ci",
@@ -35,7 +37,7 @@ def _descriptors() -> dict[str, str]:
 
 
 def _state() -> tuple[set[int], set[int | None], dict[str, str], set[str]]:
-    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    children = {child.pid for child in psutil.Process().children(recursive=True)} - real.daemons()
     threads = {thread.ident for thread in threading.enumerate()}
     return children, threads, _descriptors(), set(os.listdir("/dev/shm"))
 
@@ -56,10 +58,16 @@ def _leaks(
     return leaks
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What the imports made is no test's leak, and torch is large: leave it out of the collections around each test."""
     gc.collect()
     gc.freeze()
+    if not session.config.option.collectonly:
+        real.start({kind for kind in real.KINDS for item in session.items if item.get_closest_marker(kind)})
+
+
+def pytest_sessionfinish() -> None:
+    real.stop()
 
 
 @pytest.fixture(autouse=True)

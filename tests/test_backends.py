@@ -22,15 +22,23 @@ from test_aps import net, nudge
 from toys import SpaceEnv, Trouble, same
 
 ID = "CartPole-v1"
-pytestmark = pytest.mark.network
 
 
-@pytest.fixture(params=["local", "network", "manual"])
+@pytest.fixture(
+    params=[
+        pytest.param("local", marks=pytest.mark.network),
+        pytest.param("network", marks=pytest.mark.network),
+        pytest.param("manual", marks=pytest.mark.network),
+        pytest.param("slurm", marks=pytest.mark.slurm),
+    ]
+)
 def backend(request, tmp_path):
     if request.param == "local":
         yield ce.Local(workers=2)
     elif request.param == "network":
         yield ce.Local(workers=2, network=True, nodes=2)
+    elif request.param == "slurm":
+        yield ce.Slurm(nodes=2, interface="lo", folder=str(tmp_path / "keys"), extra={"exclusive": None})
     else:
         with Network(nodes=2) as net:
             yield ByHand(net, tmp_path / "keys")

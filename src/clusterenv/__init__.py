@@ -3,7 +3,7 @@
 from typing import Any
 
 from clusterenv._version import __version__
-from clusterenv.backends import Local, Manual
+from clusterenv.backends import Local, Manual, Slurm
 from clusterenv.batch import Rollout
 from clusterenv.collector import Collector
 from clusterenv.env import ClusterEnv, make_vec
@@ -43,6 +43,7 @@ __all__ = [
     "Never",
     "Local",
     "Manual",
+    "Slurm",
     "Recovery",
     "Vector",
     "Event",

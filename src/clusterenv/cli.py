@@ -1,11 +1,13 @@
-"""The command line: `clusterenv node --join FILE`."""
+"""The command line: `clusterenv node`, `clusterenv script`, `clusterenv gc`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 from clusterenv._version import __version__
 
@@ -21,9 +23,23 @@ def main(argv: list[str] | None = None) -> int:
     node.add_argument("--lease-s", type=float, default=60.0, help="give up when the script is gone for so long")
     node.add_argument("--dead-after-s", type=float, default=60.0, help="a silent connection counts as gone")
     node.add_argument("--no-pickle", action="store_true", help="take ids, arguments and weights, but no code")
+    script = commands.add_parser("script", help="print what a backend would submit for one node")
+    script.add_argument("backend", choices=["slurm"])
+    script.add_argument("options", nargs="*", metavar="NAME=VALUE", help="as in Python; values are JSON, or plain text")
+    gc = commands.add_parser("gc", help="remove what killed training scripts have left: jobs, key files")
+    gc.add_argument("--folder", type=Path, action="append", help="where run folders are, if not in the usual places")
+    gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    return run_node(args.join, args.lease_s, args.dead_after_s, not args.no_pickle)
+    if args.command == "node":
+        return run_node(args.join, args.lease_s, args.dead_after_s, not args.no_pickle)
+    if args.command == "script":
+        return print_script(args.options)
+    from clusterenv.backends.leftovers import places, remove
+
+    count = remove(args.folder or places(), args.dry_run, print)
+    print(f"{count} runs without a head")
+    return 0
 
 
 def run_node(join: Path, lease_s: float, dead_after_s: float, allow_pickle: bool) -> int:
@@ -37,3 +53,26 @@ def run_node(join: Path, lease_s: float, dead_after_s: float, allow_pickle: bool
         print(f"clusterenv node: {error}", file=sys.stderr)
         return NEVER
     return Agent(joining, lease_s, dead_after_s, allow_pickle).run()
+
+
+def print_script(options: list[str]) -> int:
+    from clusterenv.backends.slurm import Slurm, job_script
+    from clusterenv.errors import SpecError
+
+    folder = Path("~/.clusterenv").expanduser()
+    command = [sys.executable, "-m", "clusterenv", "node", "--join", str(folder / "clusterenv-RUN" / "node-0.key")]
+    try:
+        slurm = Slurm(**{"nodes": 1, **dict(map(_option, options))})
+    except (TypeError, SpecError) as error:
+        print(f"clusterenv script: {error}", file=sys.stderr)
+        return 2
+    print(job_script(slurm, "clusterenv-RUN", command, folder / "logs" / "RUN" / "node-0.log", Path.cwd()), end="")
+    return 0
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value

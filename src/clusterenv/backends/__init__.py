@@ -2,5 +2,6 @@
 
 from clusterenv.backends.local import Local
 from clusterenv.backends.manual import Manual
+from clusterenv.backends.slurm import Slurm
 
-__all__ = ["Local", "Manual"]
+__all__ = ["Local", "Manual", "Slurm"]

@@ -34,6 +34,9 @@ class AgentProcesses:
         codes = {node: agent.poll() for node, agent in enumerate(self._agents)}
         return {node: f"ended: {how_it_ended(code)}" for node, code in codes.items() if code is not None}
 
+    def state(self, node: int) -> str:
+        return ""
+
     def replace(self, node: int) -> None:
         if self._agents[node].poll() is not None:  # else it is alive, and will join again
             self._agents[node] = self._start(node)

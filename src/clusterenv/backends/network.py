@@ -24,6 +24,7 @@ from typing import Literal, Protocol
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.backends.leftovers import note_head
 from clusterenv.backends.local import split
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import EventLog, emit
@@ -37,6 +38,9 @@ from clusterenv.transport.keys import Joining, KeyPair, make_keys, private_folde
 __all__ = ["Cluster", "Jobs", "Plan", "address_of", "start"]
 
 _SIOCGIFADDR = 0x8915
+
+_OTHERS_S = 5.0
+"""How long the last of `min_nodes` nodes waits for others before the run begins without them."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,10 @@ class Jobs(Protocol):
         """Nodes whose agent is known to be over, and why. Called every half a second: must be quick."""
         ...
 
+    def state(self, node: int) -> str:
+        """What the scheduler says of a node that has not come yet ("PENDING (Resources)"); may be empty."""
+        ...
+
     def replace(self, node: int) -> None: ...
     def log_tail(self, node: int) -> str:
         """The last words of a node, or where they are."""
@@ -93,6 +101,7 @@ class Cluster:
     oversubscribe: bool = False
     """More workers than cores on a node are no mistake."""
     allow_pickle: bool = True
+    min_nodes: int | None = None
 
 
 def start(
@@ -113,6 +122,7 @@ def start(
     run = secrets.token_hex(4)
     # A folder of the run's own, also below one that the user names: it is removed at the end.
     folder = private_folder((cluster.folder or Path(tempfile.gettempdir())) / f"clusterenv-{run}")
+    note_head(folder, run)
     keys, node_keys = make_keys(), [make_keys() for _ in range(cluster.nodes)]
     running: list[Jobs] = []
     try:
@@ -172,10 +182,17 @@ def _await(head: Head, jobs: Jobs, cluster: Cluster, num_envs: int) -> None:
     """Until every node is here, with a line that says who is missing."""
     deadline = time.monotonic() + cluster.start_timeout_s
     shown = ""
+    last, came = len(head.roster.missing), time.monotonic()
     while missing := head.roster.missing:
         here = cluster.nodes - len(missing)
+        if len(missing) != last:
+            last, came = len(missing), time.monotonic()
+        if here >= (cluster.min_nodes or cluster.nodes) and time.monotonic() - came > _OTHERS_S:
+            head.share_out()
+            emit(logging.INFO, f"beginning with {here} of {cluster.nodes} nodes")
+            return
         line = f"{here}/{cluster.nodes} nodes, {num_envs * here // cluster.nodes}/{num_envs} environments, waiting for "
-        line += ", ".join(f"node {i}" for i in missing[:5]) + (" ..." if len(missing) > 5 else "")
+        line += ", ".join(_described(jobs, i) for i in missing[:5]) + (" ..." if len(missing) > 5 else "")
         if line != shown and time.monotonic() > deadline - cluster.start_timeout_s + 2.0:
             emit(logging.INFO, line)
             shown = line
@@ -191,6 +208,11 @@ def _await(head: Head, jobs: Jobs, cluster: Cluster, num_envs: int) -> None:
                 f"to dial it (bind=... chooses another address){_tails(jobs, missing)}"
             )
         head.pump(0.1)
+
+
+def _described(jobs: Jobs, node: int) -> str:
+    state = jobs.state(node)
+    return f"node {node}: {state}" if state else f"node {node}"
 
 
 def _tails(jobs: Jobs, nodes: list[int]) -> str:

@@ -188,6 +188,11 @@ class Head:
             self.offers[seat, weights.number] = weights
             self._offered_at[seat] = time.monotonic()
 
+    def share_out(self) -> None:
+        """Begin with the nodes that are here: they take the others' seats until those come."""
+        with self._mine:
+            self._do(self.roster.share_out(time.monotonic()))
+
     def pump(self, timeout_s: float) -> None:
         """Wait until something has come, at most so long, and sort it."""
         with self._mine:

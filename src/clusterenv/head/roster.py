@@ -60,7 +60,7 @@ class Replace(NamedTuple):
 
 Instruction = Admit | Refuse | Seated | Unseated | Replace
 
-_ASK_AGAIN_S = 2.0
+_ASK_AGAIN_S = 5.0
 _ASK_MOST_S = 60.0
 """How soon a replacement that ended before it came is asked for again: twice as long each time, up to the second."""
 
@@ -171,6 +171,14 @@ class Roster:
                 done += self.gone(number, f"it said nothing for {silent_s:.1f} s", now)
         return done + self._place(now)
 
+    def share_out(self, now: float) -> list[Instruction]:
+        """Every seat to somebody who is here, also those whose own nodes have never come."""
+        done = self._place(now)
+        active = [i for i, node in enumerate(self._nodes) if node.state is NodeState.ACTIVE]
+        if active:
+            done += [self._seat(seat, self._least(active)) for seat in sorted(self._empty_since)]
+        return done
+
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _move(self, node: _Node, event: str, reason: str) -> None:
@@ -201,8 +209,11 @@ class Roster:
                     done.append(Unseated(seat, holder, f"it goes back to node {seat}", True))
                 done.append(self._seat(seat, seat))
             elif holder is None and self._may_move(seat, now):
-                done.append(self._seat(seat, min(active, key=lambda i: (len(self._nodes[i].seats), i))))
+                done.append(self._seat(seat, self._least(active)))
         return done
+
+    def _least(self, active: list[int]) -> int:
+        return min(active, key=lambda i: (len(self._nodes[i].seats), i))
 
     def _may_move(self, seat: int, now: float) -> bool:
         if self._move_after_s is None or seat not in self._was_seated:

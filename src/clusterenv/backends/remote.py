@@ -1,0 +1,90 @@
+"""The options that every backend over a network takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from clusterenv.errors import SpecError
+
+if TYPE_CHECKING:
+    from gymnasium.vector import AutoresetMode
+
+    from clusterenv.backends.network import Jobs, Plan
+    from clusterenv.events import EventLog
+    from clusterenv.pool import Pool
+    from clusterenv.recovery import Recovery
+    from clusterenv.spec import Blueprint
+
+__all__ = ["Remote"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """
+    Args:
+        workers_per_node: environment processes on each machine.
+        port: of the head; 0 for any that is free.
+        folder: where to make the run's own folder (mode 0700) of key files, one per node; it is removed at the end.
+        start_timeout_s: how long to wait for the nodes.
+        min_nodes: begin when so many have come and no other did for 5 s; the rest may join later. None: all.
+        threads_per_worker, preload: as in `Local`.
+        other_infos: what to do with infos that are not plain data: "refuse", or send their "repr".
+        heartbeat: tune how fast a lost node is noticed (seconds): beat, silence, lease of a node on its head.
+        move_after_s: a node that stays away for so long hands its slots to the others; None: they wait for it.
+        oversubscribe: allow more workers than cores on a node.
+        allow_pickle: False: nodes get ids, plain arguments and weights, but no code (`clusterenv node --no-pickle`).
+    """
+
+    workers_per_node: int = 1
+    port: int = 0
+    folder: str | None = None
+    start_timeout_s: float = 600.0
+    min_nodes: int | None = None
+    threads_per_worker: int | None = 1
+    preload: tuple[str, ...] = ()
+    other_infos: Literal["refuse", "repr"] = "refuse"
+    heartbeat: tuple[float, float, float] = (1.0, 10.0, 60.0)
+    move_after_s: float | None = 30.0
+    oversubscribe: bool = False
+    allow_pickle: bool = True
+    is_remote: ClassVar[bool] = True
+
+    def check(self, nodes: int) -> None:
+        name = type(self).__name__
+        if nodes < 1 or self.workers_per_node < 1:
+            raise SpecError(f"{name}(nodes={nodes}, workers_per_node={self.workers_per_node}): 1 or more")
+        if self.min_nodes is not None and not 1 <= self.min_nodes <= nodes:
+            raise SpecError(f"{name}(min_nodes={self.min_nodes}): between 1 and nodes={nodes}")
+
+    def start_with(
+        self,
+        nodes: int,
+        bind: str | None,
+        launch: Callable[[Plan], Jobs],
+        blueprint: Blueprint,
+        mode: AutoresetMode | None,
+        recovery: Recovery,
+        events: EventLog,
+    ) -> Pool:
+        from clusterenv.backends import network
+        from clusterenv.head.head import Timing
+
+        cluster = network.Cluster(
+            nodes,
+            self.workers_per_node,
+            network.address_of(bind),
+            self.port,
+            self.start_timeout_s,
+            self.threads_per_worker,
+            self.preload,
+            Timing(*self.heartbeat, self.move_after_s),
+            self.other_infos,
+            None if self.folder is None else Path(self.folder).expanduser(),
+            self.oversubscribe,
+            self.allow_pickle,
+            self.min_nodes,
+        )
+        return network.start(cluster, launch, blueprint, mode, recovery, events)

@@ -1,0 +1,363 @@
+"""`Slurm`: one job per node, so that a lost or preempted one costs one node and is replaced alone.
+
+What is submitted is made by pure functions (`job_script`, `srun_command`); `SlurmJobs` runs `sbatch`, `squeue` and
+`scancel`, and keeps in the run's folder what it submitted, so that `clusterenv gc` can end what a killed head left.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from clusterenv.backends.remote import Remote
+from clusterenv.errors import SpecError, StartError
+from clusterenv.events import emit
+
+if TYPE_CHECKING:
+    from gymnasium.vector import AutoresetMode
+
+    from clusterenv.backends.network import Plan
+    from clusterenv.events import EventLog
+    from clusterenv.pool import Pool
+    from clusterenv.recovery import Recovery
+    from clusterenv.spec import Blueprint
+
+__all__ = ["Slurm", "SlurmJobs", "cancel", "job_script", "srun_command"]
+
+_OVER = {
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
+}
+_HOPELESS = {
+    "BadConstraints",
+    "InvalidAccount",
+    "InvalidQOS",
+    "PartitionConfig",
+    "PartitionNodeLimit",
+    "PartitionTimeLimit",
+}
+"""A job that waits for such a reason would wait for ever."""
+
+_LEAVE_S = 30
+"""A node is told to leave so long before its time limit."""
+
+_ASK_S = 2.0
+_COMMAND_S = 30.0
+
+
+@dataclass(frozen=True)
+class Slurm(Remote):
+    """Nodes as SLURM jobs.
+
+    Args:
+        nodes: how many; a job each. With `mode="srun"`, of the allocation that the script runs in.
+        cpus_per_worker: cores that each environment process gets.
+        mem: of a node, as `sbatch --mem` has it ("8G").
+        partition, account, qos, time_limit, gres, constraint: as the site has them; `time_limit` is `--time`.
+        interface: the interface or address of this machine that nodes can dial; None: the one that leads outside.
+        env_vars: set on the nodes, besides the environment of this process, which they have.
+        setup: shell lines to run on a node before anything else ("module load ...").
+        extra: further options of `sbatch`: {"exclusive": None, "nodelist": "n[1-4]"}.
+        mode: "submit" submits jobs; "srun" starts steps within the allocation that this script runs in.
+        on_head_node: with "srun": the node that this script runs on is one of `nodes`.
+        folder: for keys, on a filesystem that nodes see; None: ~/.clusterenv. Logs stay in its `logs`.
+        others: as in `Remote`, which see.
+    """
+
+    nodes: int
+    cpus_per_worker: int = 1
+    mem: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time_limit: str | None = None
+    gres: str | None = None
+    constraint: str | None = None
+    interface: str | None = None
+    env_vars: Mapping[str, str] = field(default_factory=dict)
+    setup: Sequence[str] = ()
+    extra: Mapping[str, str | int | None] = field(default_factory=dict)
+    mode: Literal["submit", "srun"] = "submit"
+    on_head_node: bool = False
+    folder: str | None = field(default="~/.clusterenv", kw_only=True)
+    # The lease: Ctrl-Z must not cost a place in the queue.
+    heartbeat: tuple[float, float, float] = field(default=(1.0, 10.0, 300.0), kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.check(self.nodes)
+        if self.mode not in ("submit", "srun"):
+            raise SpecError(f'Slurm(mode={self.mode!r}): choose "submit" or "srun"')
+        if isinstance(self.setup, str):
+            raise SpecError(f"Slurm(setup={self.setup!r}): a list of shell lines")
+        for name, value in [*self.options().items(), *self.env_vars.items()]:
+            if value is not None and any(ord(letter) < 32 for letter in str(value)):
+                raise SpecError(f"Slurm: {name}={value!r} has a line break or another control character")
+
+    def options(self) -> dict[str, str | int | None]:
+        """What the user asks of SLURM."""
+        own = {
+            "cpus-per-task": self.workers_per_node * self.cpus_per_worker,
+            "mem": self.mem,
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "time": self.time_limit,
+            "gres": self.gres,
+            "constraint": self.constraint,
+        }
+        return {**{name: value for name, value in own.items() if value is not None}, **self.extra}
+
+    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
+        for program in ("sbatch", "squeue", "scancel") if self.mode == "submit" else ("srun", "scontrol"):
+            if shutil.which(program) is None:
+                raise StartError(f"Slurm: there is no {program} on PATH: run this where SLURM's commands are")
+        hosts = _hosts_of_allocation(self) if self.mode == "srun" else None
+
+        def launch(plan: Plan) -> SlurmJobs | _Steps:
+            return SlurmJobs(self, plan) if hosts is None else _Steps(self, plan, hosts)
+
+        return self.start_with(self.nodes, self.interface, launch, blueprint, mode, recovery, events)
+
+
+# -- what is submitted --------------------------------------------------------------------------------------------
+
+
+def job_script(slurm: Slurm, name: str, command: Sequence[str], log: Path, folder: Path) -> str:
+    """The batch script of one node: every value quoted, nothing secret in it."""
+    options: dict[str, str | int | None] = {
+        "job-name": name,
+        "nodes": 1,
+        "ntasks": 1,
+        "output": str(log).replace("%", "%%"),
+        "open-mode": "append",
+        "chdir": str(folder),
+        "signal": f"B:TERM@{_LEAVE_S}",
+        **slurm.options(),
+    }
+    lines = ["#!/bin/bash"]
+    for option, value in options.items():
+        lines.append(f"#SBATCH --{option}" if value is None else f"#SBATCH --{option}={shlex.quote(str(value))}")
+    return "\n".join([*lines, *_body(slurm, command)])
+
+
+def _body(slurm: Slurm, command: Sequence[str]) -> list[str]:
+    exports = [f"export {name}={shlex.quote(str(value))}" for name, value in slurm.env_vars.items()]
+    # `exec`: signals of the scheduler reach the agent itself, which finishes its step and says goodbye.
+    return [*exports, *slurm.setup, f"exec {shlex.join(command)}", ""]
+
+
+def srun_command(slurm: Slurm, host: str, script: Path) -> list[str]:
+    """A step on one node of the allocation."""
+    cores = slurm.workers_per_node * slurm.cpus_per_worker
+    own = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", f"--cpus-per-task={cores}", "--overlap", "--exact"]
+    extra = [f"--{name}" if value is None else f"--{name}={value}" for name, value in slurm.extra.items()]
+    memory = [] if slurm.mem is None else [f"--mem={slurm.mem}"]
+    return ["srun", *own, *memory, *extra, "bash", str(script)]
+
+
+# -- jobs ---------------------------------------------------------------------------------------------------------
+
+
+class SlurmJobs:
+    """`Jobs` in a queue."""
+
+    def __init__(self, slurm: Slurm, plan: Plan) -> None:
+        self._slurm, self._plan = slurm, plan
+        self._name = f"clusterenv-{plan.run}"
+        self._logs = _logs(plan)
+        self._job = [""] * len(plan.files)  # the last one of each node
+        self._all: list[str] = []
+        self._states: dict[str, tuple[str, str]] = {}  # job → state, reason
+        self._seen: set[str] = set()
+        self._wanted: set[int] = set()  # nodes to be submitted again, as soon as their job is over
+        self._quit = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="clusterenv-slurm", daemon=True)
+        try:
+            for node in range(len(plan.files)):
+                self._submit(node)
+        except BaseException:
+            cancel(self._all)
+            raise
+        emit(logging.INFO, f"submitted {len(self._all)} jobs ({', '.join(self._all)}); logs in {self._logs}")
+        self._thread.start()
+
+    def _submit(self, node: int) -> None:
+        script = job_script(self._slurm, self._name, self._plan.command(node), self._log(node), Path.cwd())
+        job = _run(["sbatch", "--parsable"], script).strip().split(";")[0]
+        if not job.isdecimal():
+            raise StartError(f"sbatch answered {job!r}, which is no job id")
+        self._job[node] = job
+        self._all.append(job)
+        with (self._plan.folder / "slurm-jobs").open("a") as file:  # before anything waits: gc finds it here
+            file.write(f"{job}\n")
+
+    def _log(self, node: int) -> Path:
+        return self._logs / f"node-{node}.log"
+
+    def _watch(self) -> None:
+        while not self._quit.wait(_ASK_S):
+            try:
+                text = _run(["squeue", "--noheader", "--states=all", f"--name={self._name}", "--format=%i|%T|%r"])
+            except StartError as error:  # a controller that is busy, or restarting: later
+                emit(logging.DEBUG, str(error))
+                continue
+            states = {}
+            for line in text.splitlines():
+                job, state, reason = line.strip().split("|", 2)
+                states[job] = (state, reason)
+            self._states = states
+            self._seen |= states.keys()
+            for node in self._wanted & self.ended().keys():
+                try:
+                    cancel([self._job[node]])  # it may wait for what will never be
+                    self._submit(node)
+                except StartError as error:
+                    emit(logging.WARNING, f"node {node} could not be asked for again: {error}")
+                else:
+                    self._wanted.discard(node)
+
+    def state(self, node: int) -> str:
+        state, reason = self._states.get(self._job[node], ("", ""))
+        return f"{state} ({reason})" if reason not in ("", "None") else state
+
+    def ended(self) -> dict[int, str]:
+        over = {}
+        for node, job in enumerate(self._job):
+            if job in self._states:
+                state, reason = self._states[job]
+                if state in _OVER:
+                    over[node] = f"ended: SLURM job {job} is {self.state(node)}"
+                elif state == "PENDING" and reason in _HOPELESS:
+                    over[node] = f"will never run: SLURM job {job} is {self.state(node)}"
+            elif job in self._seen:
+                over[node] = f"ended: SLURM knows job {job} no more"
+        return over
+
+    def replace(self, node: int) -> None:
+        self._wanted.add(node)  # its job may be queued again, or alive and join anew: then there is nothing to do
+
+    def log_tail(self, node: int) -> str:
+        from clusterenv.backends.network import read_tail
+
+        state = self.state(node)
+        return f"SLURM job {self._job[node]}{': ' * bool(state)}{state}\n{read_tail(self._log(node))}"
+
+    def stop(self) -> None:
+        if not self._quit.is_set():
+            self._quit.set()
+            self._thread.join()
+            cancel(self._all)
+
+
+class _Steps:
+    """`Jobs` within an allocation: an `srun` per node, children of this process."""
+
+    def __init__(self, slurm: Slurm, plan: Plan, hosts: list[str]) -> None:
+        self._slurm, self._plan, self._hosts = slurm, plan, hosts
+        self._logs = _logs(plan)
+        self._steps = [self._start(node) for node in range(len(plan.files))]
+        emit(logging.INFO, f"{len(hosts)} steps on {', '.join(hosts)}; logs in {self._logs}")
+
+    def _start(self, node: int) -> subprocess.Popen[bytes]:
+        script = self._plan.folder / f"node-{node}.sh"
+        script.write_text("\n".join(["#!/bin/bash", *_body(self._slurm, self._plan.command(node))]))
+        with (self._logs / f"node-{node}.log").open("ab") as log:
+            return subprocess.Popen(
+                srun_command(self._slurm, self._hosts[node], script),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the terminal reaches the head alone, which then closes
+            )
+
+    def state(self, node: int) -> str:
+        return f"on {self._hosts[node]}"
+
+    def ended(self) -> dict[int, str]:
+        codes = {node: step.poll() for node, step in enumerate(self._steps)}
+        return {node: f"ended: srun exited with {code}" for node, code in codes.items() if code is not None}
+
+    def replace(self, node: int) -> None:
+        if self._steps[node].poll() is not None:
+            self._steps[node] = self._start(node)
+
+    def log_tail(self, node: int) -> str:
+        from clusterenv.backends.network import read_tail
+
+        return read_tail(self._logs / f"node-{node}.log")
+
+    def stop(self) -> None:
+        deadline = time.monotonic() + 5.0
+        for step in self._steps:
+            try:
+                step.wait(max(0.05, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                step.terminate()  # srun hands it on to its step
+        for step in self._steps:
+            try:
+                step.wait(10.0)
+            except subprocess.TimeoutExpired:
+                step.kill()
+                step.wait()
+
+
+def cancel(jobs: Sequence[str]) -> None:
+    """Whatever state they are in; those that are over do no harm."""
+    if jobs:
+        try:
+            _run(["scancel", "--quiet", *jobs])
+        except StartError as error:
+            emit(logging.WARNING, f"jobs {', '.join(jobs)} could not be cancelled: {error}")
+
+
+def _logs(plan: Plan) -> Path:
+    folder = plan.folder.parent / "logs" / plan.run
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _hosts_of_allocation(slurm: Slurm) -> list[str]:
+    listed = os.environ.get("SLURM_JOB_NODELIST")
+    if not listed:
+        raise StartError('Slurm(mode="srun") runs within an allocation (salloc, sbatch): SLURM_JOB_NODELIST is not set')
+    hosts = _run(["scontrol", "show", "hostnames", listed]).split()
+    own = os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
+    if not slurm.on_head_node:
+        hosts = [host for host in hosts if host != own]
+    if len(hosts) < slurm.nodes:
+        what = "" if slurm.on_head_node else f" besides {own}, where this script runs (on_head_node=True counts it)"
+        raise StartError(f"Slurm(nodes={slurm.nodes}): the allocation has {len(hosts)} nodes{what}")
+    return hosts[: slurm.nodes]
+
+
+def _run(command: list[str], stdin: str = "") -> str:
+    # A head within a job must not hand that job's own settings on to those that it submits.
+    env = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not k.startswith(("SLURM_", "SBATCH_"))}
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    try:
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=_COMMAND_S, env=env)
+    except OSError as error:
+        raise StartError(f"{command[0]} cannot be run: {error}") from None
+    except subprocess.TimeoutExpired:
+        raise StartError(f"{command[0]} did not answer within {_COMMAND_S:g} s") from None
+    if done.returncode != 0:
+        raise StartError(f"{command[0]} says: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
