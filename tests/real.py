@@ -19,6 +19,24 @@ def start(kinds: set[str]) -> None:
 
         running["slurm"] = _stack.enter_context(SlurmCluster())
 
+    if "ray" in kinds:
+        from ray_cluster import RayCluster
+
+        running["ray"] = _stack.enter_context(RayCluster())
+        import ray
+
+        # Once, and not in each test: what it keeps open is no test's leak.
+        ray.init(running["ray"].address, log_to_driver=False)
+        _stack.callback(ray.shutdown)
+
+        class First:  # within a function, so that it travels by value
+            def call(self) -> None: ...
+
+        first = [ray.remote(First).options(num_cpus=1, scheduling_strategy="SPREAD").remote() for _ in range(4)]
+        ray.get([actor.call.remote() for actor in first])  # and what it opens for the first actors
+        for actor in first:
+            ray.kill(actor)
+
 
 def daemons() -> set[int]:
     """Processes of the clusters themselves, which a test may kill and start again."""

@@ -30,6 +30,7 @@ ID = "CartPole-v1"
         pytest.param("network", marks=pytest.mark.network),
         pytest.param("manual", marks=pytest.mark.network),
         pytest.param("slurm", marks=pytest.mark.slurm),
+        pytest.param("ray", marks=pytest.mark.ray),
     ]
 )
 def backend(request, tmp_path):
@@ -39,6 +40,8 @@ def backend(request, tmp_path):
         yield ce.Local(workers=2, network=True, nodes=2)
     elif request.param == "slurm":
         yield ce.Slurm(nodes=2, interface="lo", folder=str(tmp_path / "keys"), extra={"exclusive": None})
+    elif request.param == "ray":
+        yield ce.Ray(nodes=2, bind="lo")
     else:
         with Network(nodes=2) as net:
             yield ByHand(net, tmp_path / "keys")

@@ -200,7 +200,8 @@ def test_scancel_costs_one_node_which_is_replaced(tmp_path):
         lost += step_until(envs, lambda: not envs.stats()["missing_nodes"])
         for _ in range(10):
             envs.step(np.zeros(4, np.int64))
-        assert sorted(lost) == [0, 1] and "preempted" in "".join(event.reason for event in envs.events())
+        assert len(lost) == len(set(lost)) and set(lost) <= {0, 1}
+        assert "preempted" in "".join(event.reason for event in envs.events())
         assert len(jobs()) == 2
     await_empty_queue()
     logs = list((tmp_path / "keys" / "logs").glob("*/node-*.log"))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import logging
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,8 @@ from typing import Any
 from clusterenv._version import __version__
 
 __all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     node.add_argument("--lease-s", type=float, default=60.0, help="give up when the script is gone for so long")
     node.add_argument("--dead-after-s", type=float, default=60.0, help="a silent connection counts as gone")
     node.add_argument("--no-pickle", action="store_true", help="take ids, arguments and weights, but no code")
+    node.add_argument("--with-parent", action="store_true", help="leave when the process that started this one ends")
     script = commands.add_parser("script", help="print what a backend would submit for one node")
     script.add_argument("backend", choices=["slurm"])
     script.add_argument("options", nargs="*", metavar="NAME=VALUE", help="as in Python; values are JSON, or plain text")
@@ -32,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     if args.command == "node":
+        if args.with_parent:
+            end_with_parent()
         return run_node(args.join, args.lease_s, args.dead_after_s, not args.no_pickle)
     if args.command == "script":
         return print_script(args.options)
@@ -40,6 +48,13 @@ def main(argv: list[str] | None = None) -> int:
     count = remove(args.folder or places(), args.dry_run, print)
     print(f"{count} runs without a head")
     return 0
+
+
+def end_with_parent() -> None:
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it ended before the line above took effect
+        sys.exit(0)
 
 
 def run_node(join: Path, lease_s: float, dead_after_s: float, allow_pickle: bool) -> int:

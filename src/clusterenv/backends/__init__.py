@@ -2,6 +2,7 @@
 
 from clusterenv.backends.local import Local
 from clusterenv.backends.manual import Manual
+from clusterenv.backends.ray import Ray
 from clusterenv.backends.slurm import Slurm
 
-__all__ = ["Local", "Manual", "Slurm"]
+__all__ = ["Local", "Manual", "Ray", "Slurm"]

@@ -22,7 +22,7 @@ import zmq
 
 from clusterenv._version import __version__
 from clusterenv.errors import ProtocolError
-from clusterenv.events import Event, EventLog
+from clusterenv.events import Event, EventLog, emit
 from clusterenv.head.roster import Admit, Instruction, Refuse, Replace, Roster, Seated, Unseated
 from clusterenv.protocol.frames import CHUNK, FRAME_LIMIT, Reader, head_reader, to_wire
 from clusterenv.protocol.messages import (
@@ -213,15 +213,22 @@ class Head:
                     self._lock.release()
             while self._chores:
                 chore = self._chores.popleft()
-                self._replace(chore.node, chore.reason)
+                self._backend(self._replace, chore.node, chore.reason)
             if time.monotonic() - self._asked_at > _ASK_S:
                 self._asked_at = time.monotonic()
-                for node, reason in self._ended().items():
+                for node, reason in (self._backend(self._ended) or {}).items():
                     if self._lock.acquire(timeout=0.25):
                         try:
                             self._do(self.roster.gone(node, reason, time.monotonic()))
                         finally:
                             self._lock.release()
+
+    def _backend(self, ask: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return ask(*args)
+        except Exception as error:  # a scheduler's client may raise anything; this thread must go on
+            emit(logging.WARNING, f"while asking the backend: {type(error).__name__}: {error}")
+            return None
 
     # -- both, one at a time ----------------------------------------------------------------------------------
 

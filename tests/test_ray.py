@@ -1,0 +1,119 @@
+"""On a real Ray cluster of two nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+import clusterenv as ce
+import real
+
+ID = "CartPole-v1"
+FAST = (0.2, 1.5, 4.0)
+RECOVERY = ce.Recovery(backoff_s=(0.05, 0.1))
+pytestmark = pytest.mark.ray
+
+
+def make(n=4, nodes=2, **kwargs):
+    backend = ce.Ray(nodes=nodes, bind="lo", heartbeat=FAST, **kwargs)
+    return ce.ClusterEnv(ID, n, backend=backend, recovery=RECOVERY)
+
+
+def agents():
+    """Node agents below Ray's own processes."""
+    found = []
+    for pid in real.running["ray"].pids:
+        try:
+            process = psutil.Process(pid)
+            if "clusterenv" in process.cmdline() and "node" in process.cmdline():
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def await_no_agents(timeout_s=15.0):
+    deadline = time.monotonic() + timeout_s
+    while left := agents():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
+@pytest.mark.smoke
+def test_a_killed_actor_is_replaced_and_nothing_is_left():
+    with make() as envs:
+        envs.reset(seed=1)
+        assert len(agents()) == 2
+        actor = agents()[0].parent()
+        assert actor is not None and "NodeActor" in " ".join(actor.cmdline())
+        actor.kill()
+        deadline, lost = time.monotonic() + 60, []
+        while [e.kind for e in envs.events()].count("node_joined") < 3 or envs.stats()["missing_nodes"]:
+            assert time.monotonic() < deadline, envs.events()
+            infos = envs.step(np.zeros(4, np.int64))[4]
+            if "transition_valid" in infos:
+                lost += np.flatnonzero(~infos["transition_valid"]).tolist()
+        for _ in range(5):
+            envs.step(np.zeros(4, np.int64))
+        assert len(lost) == len(set(lost)) and (set(lost) <= {0, 1} or set(lost) <= {2, 3}), "one node's episodes"
+        assert len({process.parent().pid for process in agents()}) == 2
+    await_no_agents()
+
+
+def test_nodes_are_spread():
+    import ray
+
+    with make() as envs:
+        envs.reset(seed=1)
+        busy = [node for node in ray.nodes() if node["Alive"]]
+        assert len(busy) == 2
+        raylets = {process.parent().ppid() for process in agents()}
+        assert len(raylets) == 2, "an actor on each node"
+
+
+def test_more_than_ray_has():
+    with pytest.raises(ce.StartError, match=r"waiting for .*not placed by Ray yet, which has [\d.]+ CPU free"):
+        make(nodes=3, cpus_per_node=2, start_timeout_s=8, n=3)
+    await_no_agents()
+
+
+def test_bad_input(monkeypatch):
+    with pytest.raises(ce.SpecError, match="cpus_per_node=-1"):
+        ce.Ray(nodes=1, cpus_per_node=-1)
+    code = (
+        "import clusterenv as ce\n"
+        "try:\n    ce.ClusterEnv('CartPole-v1', 2, backend=ce.Ray(nodes=1, address='127.0.0.1:9'))\n"
+        "except ce.StartError as error:\n    print('refused:', error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert "refused: Ray('127.0.0.1:9') cannot be reached" in done.stdout, done.stderr
+
+
+HEAD = """
+import time, numpy as np, clusterenv as ce
+backend = ce.Ray(nodes=2, address={address!r}, bind="lo", heartbeat={fast})
+envs = ce.ClusterEnv("CartPole-v1", 2, backend=backend)
+envs.reset(seed=1)
+print("running", flush=True)
+time.sleep(100)
+"""
+
+
+def test_nothing_runs_after_its_head_was_killed():
+    code = HEAD.format(address=real.running["ray"].address, fast=FAST)
+    head = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert head.stdout is not None
+    while (line := head.stdout.readline()) != "running\n":
+        assert line, "it ended"
+    assert len(agents()) == 2
+    os.kill(head.pid, signal.SIGKILL)
+    head.wait()
+    head.stdout.close()
+    await_no_agents(FAST[2] + 15)
