@@ -4,7 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-examples test-network test-fast check format bench clean
+# Which real clusters `make test-clusters` and `make test-smoke` set up.
+CLUSTERS ?= slurm ray kubernetes
+REAL := slurm or ray or kubernetes
+
+.PHONY: demo test test-examples test-network test-clusters test-smoke test-fast check format bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,7 +20,7 @@ demo: $(VENV)/.ready
 	$(BIN)/python examples/ppo_detach.py --demo --plot runs/demo.png
 
 test: $(VENV)/.ready
-	$(BIN)/pytest -m "not network and not examples"
+	$(BIN)/pytest -m "not network and not examples and not ($(REAL))"
 
 test-examples: $(VENV)/.ready
 	$(BIN)/pytest -m examples
@@ -26,8 +30,15 @@ test-network: $(VENV)/.ready
 	command -v ip bridge tc ss > /dev/null || apt-get install --yes --quiet iproute2
 	$(BIN)/pytest -m network
 
+# Each needs root but Ray: packages are installed, Kubernetes is built once (about 10 minutes) and kept in ~/.cache.
+test-clusters: $(VENV)/.ready
+	for kind in $(CLUSTERS); do $(BIN)/pytest -m $$kind || exit 1; done
+
+test-smoke: $(VENV)/.ready
+	for kind in $(CLUSTERS); do $(BIN)/pytest -m "smoke and $$kind" || exit 1; done
+
 test-fast: $(VENV)/.ready
-	$(BIN)/pytest -m "not slow and not network and not examples"
+	$(BIN)/pytest -m "not slow and not network and not examples and not ($(REAL))"
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .

@@ -2,6 +2,7 @@
 
     python examples/ppo.py                                  trains CartPole-v1 until it is solved
     python examples/ppo.py --demo --plot runs/demo.png      the same, with a live display and a curve
+    python examples/ppo.py --backend slurm --nodes 4 --option partition=cpu    the same, on four nodes of a cluster
 
 In goes the id of an environment with Box observations and discrete actions; out comes a summary, and a plot
 if asked for. Three things need care with a vector environment that resets itself and may lose a process: they
@@ -11,6 +12,7 @@ are marked TRUNCATION, RESET ROWS and LOST ROWS below.
 import argparse
 import collections
 import contextlib
+import json
 import os
 import random
 import sys
@@ -45,6 +47,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--env-id", default="CartPole-v1")
     parser.add_argument("--num-envs", type=int, default=16)
     parser.add_argument("--workers", type=int, help="default: one per core; 0 steps in this process")
+    parser.add_argument("--backend", choices=["local", "slurm", "kubernetes", "ray"], default="local")
+    parser.add_argument("--nodes", type=int, default=2, help="machines of a cluster")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the backend, as JSON")
     parser.add_argument("--total-steps", type=int, default=500_000, help="give up after so many transitions")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -65,6 +70,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         threshold = gym.spec(args.env_id).reward_threshold
         args.target = float("inf") if threshold is None else threshold
     return args
+
+
+def make_backend(args: argparse.Namespace) -> ce.Local | ce.Slurm | ce.Kubernetes | ce.Ray:
+    if args.backend == "local":
+        return ce.Local(workers=args.workers)
+    options = {}
+    for option in args.option:
+        name, _, value = option.partition("=")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    kinds = {"slurm": ce.Slurm, "kubernetes": ce.Kubernetes, "ray": ce.Ray}
+    return kinds[args.backend](nodes=args.nodes, **options)
 
 
 def layer(n_in: int, n_out: int, gain: float = 2**0.5) -> nn.Linear:
@@ -134,7 +153,7 @@ def train(args: argparse.Namespace) -> None:
     # Networks this small gain nothing from more threads, and these would take the environments' cores.
     torch.set_num_threads(1)
 
-    envs = ce.ClusterEnv(args.env_id, num_envs=args.num_envs, backend=ce.Local(workers=args.workers))
+    envs = ce.ClusterEnv(args.env_id, num_envs=args.num_envs, backend=make_backend(args))
     try:
         obs_space, action_space = envs.single_observation_space, envs.single_action_space
         if not isinstance(obs_space, gym.spaces.Box) or not isinstance(action_space, gym.spaces.Discrete):

@@ -105,6 +105,26 @@ class Namespaces:
             write_joining(path, msgspec.structs.replace(joining, address=address))
 
 
+def pods(cluster: Any, nodes: int = 2, **kwargs: Any) -> ce.Kubernetes:
+    """A backend over the pods of a `KubeCluster`: they see this interpreter and these files."""
+    import sys
+
+    settings: dict[str, Any] = {
+        "image": cluster.image,
+        "kubeconfig": str(cluster.kubeconfig),
+        "bind": cluster.host_address,
+        "python": sys.executable,
+        "cpu": 0.2,
+        "grace_s": 5,
+        "pod_overrides": {
+            "volumes": cluster.volumes,
+            "container": {"volumeMounts": cluster.volume_mounts, "imagePullPolicy": "Never"},
+        },
+        "oversubscribe": True,
+    }
+    return ce.Kubernetes(nodes=nodes, **{**settings, **kwargs})
+
+
 @dataclass(frozen=True)
 class ByHand:
     """`Manual` as a user has it, and somebody who types its commands on the machines of a `Network`."""

@@ -6,6 +6,8 @@ Before the tests, because a leak check around each would blame the first one for
 from __future__ import annotations
 
 import contextlib
+import tempfile
+from pathlib import Path
 from typing import Any
 
 KINDS = ("slurm", "ray", "kubernetes")
@@ -37,10 +39,15 @@ def start(kinds: set[str]) -> None:
         for actor in first:
             ray.kill(actor)
 
+    if "kubernetes" in kinds:
+        from kube import KubeCluster
+
+        running["kubernetes"] = _stack.enter_context(KubeCluster(mounts=[Path(tempfile.gettempdir())]))
+
 
 def daemons() -> set[int]:
     """Processes of the clusters themselves, which a test may kill and start again."""
-    return {pid for cluster in running.values() for pid in cluster.pids}
+    return {pid for cluster in running.values() for pid in getattr(cluster, "pids", ())}
 
 
 def stop() -> None:

@@ -15,8 +15,9 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import clusterenv as ce
+import real
 from clusterenv.policy import codec
-from clusters import ByHand
+from clusters import ByHand, pods
 from netns import Network
 from test_aps import net, nudge
 from toys import SpaceEnv, Trouble, same
@@ -31,6 +32,7 @@ ID = "CartPole-v1"
         pytest.param("manual", marks=pytest.mark.network),
         pytest.param("slurm", marks=pytest.mark.slurm),
         pytest.param("ray", marks=pytest.mark.ray),
+        pytest.param("kubernetes", marks=pytest.mark.kubernetes),
     ]
 )
 def backend(request, tmp_path):
@@ -42,6 +44,8 @@ def backend(request, tmp_path):
         yield ce.Slurm(nodes=2, interface="lo", folder=str(tmp_path / "keys"), extra={"exclusive": None})
     elif request.param == "ray":
         yield ce.Ray(nodes=2, bind="lo")
+    elif request.param == "kubernetes":
+        yield pods(real.running["kubernetes"])
     else:
         with Network(nodes=2) as net:
             yield ByHand(net, tmp_path / "keys")

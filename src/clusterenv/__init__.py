@@ -3,7 +3,7 @@
 from typing import Any
 
 from clusterenv._version import __version__
-from clusterenv.backends import Local, Manual, Ray, Slurm
+from clusterenv.backends import Kubernetes, Local, Manual, Ray, Slurm
 from clusterenv.batch import Rollout
 from clusterenv.collector import Collector
 from clusterenv.env import ClusterEnv, make_vec
@@ -45,6 +45,7 @@ __all__ = [
     "Manual",
     "Slurm",
     "Ray",
+    "Kubernetes",
     "Recovery",
     "Vector",
     "Event",

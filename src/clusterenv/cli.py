@@ -28,9 +28,12 @@ def main(argv: list[str] | None = None) -> int:
     node.add_argument("--lease-s", type=float, default=60.0, help="give up when the script is gone for so long")
     node.add_argument("--dead-after-s", type=float, default=60.0, help="a silent connection counts as gone")
     node.add_argument("--no-pickle", action="store_true", help="take ids, arguments and weights, but no code")
+    node.add_argument(
+        "--mounted", action="store_true", help="the key is a mounted Secret: whose file it is says nothing"
+    )
     node.add_argument("--with-parent", action="store_true", help="leave when the process that started this one ends")
     script = commands.add_parser("script", help="print what a backend would submit for one node")
-    script.add_argument("backend", choices=["slurm"])
+    script.add_argument("backend", choices=["slurm", "kubernetes"])
     script.add_argument("options", nargs="*", metavar="NAME=VALUE", help="as in Python; values are JSON, or plain text")
     gc = commands.add_parser("gc", help="remove what killed training scripts have left: jobs, key files")
     gc.add_argument("--folder", type=Path, action="append", help="where run folders are, if not in the usual places")
@@ -40,9 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "node":
         if args.with_parent:
             end_with_parent()
-        return run_node(args.join, args.lease_s, args.dead_after_s, not args.no_pickle)
+        return run_node(args.join, args.mounted, args.lease_s, args.dead_after_s, not args.no_pickle)
     if args.command == "script":
-        return print_script(args.options)
+        return print_script(args.backend, args.options)
     from clusterenv.backends.leftovers import places, remove
 
     count = remove(args.folder or places(), args.dry_run, print)
@@ -57,32 +60,47 @@ def end_with_parent() -> None:
         sys.exit(0)
 
 
-def run_node(join: Path, lease_s: float, dead_after_s: float, allow_pickle: bool) -> int:
+def run_node(join: Path, is_mounted: bool, lease_s: float, dead_after_s: float, allow_pickle: bool) -> int:
     from clusterenv.errors import KeyFileError
     from clusterenv.node import NEVER, Agent
     from clusterenv.transport.keys import read_joining
 
     try:
-        joining = read_joining(join)
+        joining = read_joining(join, is_mounted)
     except KeyFileError as error:
         print(f"clusterenv node: {error}", file=sys.stderr)
         return NEVER
     return Agent(joining, lease_s, dead_after_s, allow_pickle).run()
 
 
-def print_script(options: list[str]) -> int:
-    from clusterenv.backends.slurm import Slurm, job_script
+def print_script(backend: str, options: list[str]) -> int:
     from clusterenv.errors import SpecError
 
-    folder = Path("~/.clusterenv").expanduser()
-    command = [sys.executable, "-m", "clusterenv", "node", "--join", str(folder / "clusterenv-RUN" / "node-0.key")]
+    given = {"nodes": 1, **dict(map(_option, options))}
     try:
-        slurm = Slurm(**{"nodes": 1, **dict(map(_option, options))})
+        print(_slurm_script(given) if backend == "slurm" else _kubernetes_manifests(given))
     except (TypeError, SpecError) as error:
         print(f"clusterenv script: {error}", file=sys.stderr)
         return 2
-    print(job_script(slurm, "clusterenv-RUN", command, folder / "logs" / "RUN" / "node-0.log", Path.cwd()), end="")
     return 0
+
+
+def _slurm_script(options: dict[str, Any]) -> str:
+    from clusterenv.backends.slurm import Slurm, job_script
+
+    folder = Path("~/.clusterenv").expanduser()
+    command = [sys.executable, "-m", "clusterenv", "node", "--join", str(folder / "clusterenv-RUN" / "node-0.key")]
+    log = folder / "logs" / "RUN" / "node-0.log"
+    return job_script(Slurm(**options), "clusterenv-RUN", command, log, Path.cwd()).rstrip()
+
+
+def _kubernetes_manifests(options: dict[str, Any]) -> str:
+    from clusterenv.backends.kubernetes import Kubernetes, pod_manifest, run_manifest, secret_manifest
+
+    owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": "clusterenv-RUN", "uid": "..."}
+    pod = pod_manifest(Kubernetes(**options), "RUN", 0, "clusterenv-RUN-0-1", [], owner)
+    items = [run_manifest("RUN"), secret_manifest("RUN", 0, "...", owner), pod]
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2)
 
 
 def _option(text: str) -> tuple[str, Any]:

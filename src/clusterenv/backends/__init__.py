@@ -1,8 +1,9 @@
 """Where environments run."""
 
+from clusterenv.backends.kubernetes import Kubernetes
 from clusterenv.backends.local import Local
 from clusterenv.backends.manual import Manual
 from clusterenv.backends.ray import Ray
 from clusterenv.backends.slurm import Slurm
 
-__all__ = ["Local", "Manual", "Ray", "Slurm"]
+__all__ = ["Kubernetes", "Local", "Manual", "Ray", "Slurm"]

@@ -58,6 +58,14 @@ def _remove_run(run: Path, say: Callable[[str], None]) -> None:
         jobs = (run / "slurm-jobs").read_text().split()
         say(f"{run}: cancelling SLURM jobs {', '.join(jobs)}")
         cancel(jobs)
+    if (run / "kubernetes.json").is_file():
+        from clusterenv.backends.kubernetes import connect, delete_run
+
+        note = json.loads((run / "kubernetes.json").read_text())
+        say(f"{run}: deleting run clusterenv-{note['run']} in namespace {note['namespace']}")
+        api, _ = connect(note["kubeconfig"], note["context"])
+        delete_run(api, note["namespace"], note["run"])
+        api.api_client.close()
     shutil.rmtree(run)
 
 

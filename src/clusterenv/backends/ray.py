@@ -179,7 +179,7 @@ class _Actors:
     def state(self, node: int) -> str:
         if node in self._said:
             return "started"
-        free: Mapping[str, float] = self._ray.available_resources()  # type: ignore[no-untyped-call]
+        free: Mapping[str, float] = self._ray.available_resources()
         return f"not placed by Ray yet, which has {free.get('CPU', 0):g} CPU free"
 
     def replace(self, node: int) -> None:
