@@ -66,6 +66,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.workers is None:
         args.workers = len(os.sched_getaffinity(0))
     args.workers = min(args.workers, args.num_envs)
+    args.workers_shown = f"workers {args.workers}" if args.backend == "local" else f"{args.nodes} {args.backend} nodes"
     if args.target is None:
         threshold = gym.spec(args.env_id).reward_threshold
         args.target = float("inf") if threshold is None else threshold
@@ -297,7 +298,7 @@ class LineDisplay(contextlib.AbstractContextManager):
         print(
             f"{elapsed_s:6.1f} s  {steps:>8} of {self.args.total_steps} steps  "
             f"{steps / elapsed_s:6.0f} steps/s  mean return {mean_return:.1f}  episodes {episodes}  "
-            f"workers {self.args.workers}" + (f"  lost rows {lost_rows}" if lost_rows else ""),
+            f"{self.args.workers_shown}" + (f"  lost rows {lost_rows}" if lost_rows else ""),
             flush=True,
         )
 
@@ -338,7 +339,7 @@ class LiveDisplay(contextlib.AbstractContextManager):
         table.add_row("mean return", f"[bold]{mean_return:.1f}[/]{target}")
         table.add_row("", f"[cyan]{sparkline(self.curve, 44)}[/]")
         table.add_row("episodes", f"{episodes:,}")
-        table.add_row("workers", f"{self.args.workers} for {self.args.num_envs} environments{lost}")
+        table.add_row("where", f"{self.args.workers_shown} for {self.args.num_envs} environments{lost}")
         table.add_row("elapsed", f"{minutes}:{seconds:02d}")
         self.live.update(Panel(table, title=f"PPO on {self.args.env_id}", expand=False))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import gymnasium as gym
@@ -212,6 +213,15 @@ def test_a_fault_costs_an_episode(backend, tmp_path, what):
         assert lost == [[1] if what == "raise" else [0, 1]]
 
 
+def kill_worker(backend, pid):
+    if isinstance(backend, ce.Kubernetes):  # its numbers are those of the pod's own processes
+        kubectl = real.running["kubernetes"].kubectl
+        name = kubectl("get", "pods", "-l", "clusterenv/node=0", "-o", "name").strip()
+        kubectl("exec", name, "--", sys.executable, "-c", f"import os; os.kill({pid}, 9)")
+    else:
+        os.kill(pid, signal.SIGKILL)
+
+
 def test_a_killed_worker_runs_its_fragment_again(backend):
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=ce.Recovery(backoff_s=(0.05, 0.1))) as envs:
         collector = envs.collector(numpy_policy(), seed=1)
@@ -220,7 +230,7 @@ def test_a_killed_worker_runs_its_fragment_again(backend):
         while (pid := envs.stats()["worker_pids"][0]) is None and time.monotonic() < deadline:
             collector.rollout(8)
             time.sleep(0.1)
-        os.kill(pid, signal.SIGKILL)
+        kill_worker(backend, pid)
         batch = collector.rollout(8)
         batch = collector.rollout(8)
         assert batch.valid.all() and batch.incarnations.tolist() == [1, 1, 0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import time
@@ -66,7 +67,7 @@ def test_only_the_backend_differs(kind, tmp_path):
         backend = f"ce.Ray(nodes=2, bind='lo', address={real.running['ray'].address!r})"
     else:
         cluster = pods(real.running["kubernetes"])
-        given = {name: getattr(cluster, name) for name in cluster.__dataclass_fields__}
+        given = {item.name: getattr(cluster, item.name) for item in dataclasses.fields(cluster)}
         backend = f"ce.Kubernetes(**{given!r})"
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(backend=backend))

@@ -66,6 +66,13 @@ class Cluster(RuleBasedStateMachine):
             assert all(self.roster.state(n) is NodeState.ACTIVE for n in active), "silence while nobody listened"
         self.obey(done)
 
+    @rule()
+    def share_out(self):
+        """Begin with whoever is here: nobody's seat stays empty."""
+        self.obey(self.roster.share_out(self.now))
+        if len(self.roster.missing) < NODES:
+            assert set(self.seated) == set(range(NODES))
+
     @rule(node=node_numbers)
     def beats(self, node):
         if node in self.sessions:
@@ -131,6 +138,15 @@ def test_an_orphaned_seat_moves_after_a_while_and_goes_home_again():
     back = roster.hello(0, "c", None, 22.0)
     assert back == [Admit(0, 3), Unseated(0, 1, "it goes back to node 0", True), Seated(0, 0)]
     assert roster.history(0) == ["joined", "killed", "joined"]
+
+
+def test_a_replacement_that_never_came_is_asked_for_again_ever_later():
+    roster = Roster(1, DEAD_S, MOVE_S)
+    assert roster.gone(0, "its job ended", 0.0) == [], "while the run starts, the backend tells"
+    roster.hello(0, "a", None, 0.0)
+    assert roster.gone(0, "killed", 1.0)[-1] == Replace(0, "killed")
+    asked = [t for t in range(2, 100) if roster.gone(0, "ended", float(t)) == [Replace(0, "ended", again=True)]]
+    assert asked == [6, 16, 36, 76]
 
 
 def test_a_seat_waits_for_ever_if_told():

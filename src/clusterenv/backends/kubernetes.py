@@ -35,7 +35,7 @@ __all__ = ["Kubernetes", "delete_run", "pod_manifest", "run_manifest", "secret_m
 
 _KEY = "/var/run/clusterenv/node.key"
 _ASK_S = 1.0
-_GONE_S = 20.0
+_GONE_S = 5.0
 _HOPELESS = {
     "CreateContainerConfigError",
     "CreateContainerError",
@@ -290,7 +290,7 @@ class _Pods:
                 self._namespace, field_selector=f"involvedObject.name={name}", _request_timeout=5
             )
             told = [f"{event.reason}: {event.message}" for event in events.items[-5:]]
-        return "\n".join([f"pod {name}: {self.state(node)}", *told, tail])
+        return "\n".join([f"pod {name}: {self.state(node)}", *told, tail or "(it has said nothing)"])
 
     def stop(self) -> None:
         if self._quit.is_set():
@@ -307,7 +307,10 @@ def delete_run(api: Any, namespace: str, run: str) -> None:
     """Pods, Secrets, and the object that owns them. Waits until the pods are gone, but not for long."""
     selector = f"clusterenv/run={run}"
     try:
-        api.delete_collection_namespaced_pod(namespace, label_selector=selector, grace_period_seconds=5)
+        for pod in api.list_namespaced_pod(namespace, label_selector=selector).items:
+            grace_s = 5 if pod.status.phase == "Running" else 0  # nobody is there to be told
+            with contextlib.suppress(Exception):  # somebody was faster
+                api.delete_namespaced_pod(pod.metadata.name, namespace, grace_period_seconds=grace_s)
         api.delete_collection_namespaced_secret(namespace, label_selector=selector)
         with contextlib.suppress(Exception):  # somebody was faster
             api.delete_namespaced_config_map(f"clusterenv-{run}", namespace)
