@@ -70,6 +70,11 @@ def test_what_would_need_code_is_refused_by_name():
         assert envs.step(np.zeros(4, np.int64))[0].shape == (4, 4), "nothing was lost"
 
 
+def test_on_this_machine_there_is_nobody_to_distrust():
+    with pytest.raises(ce.SpecError, match="needs network=True"):
+        ce.Local(allow_pickle=False)
+
+
 def test_only_policy_classes_are_made_of_a_name():
     with pytest.raises(ce.PolicyError, match="no policy class"):
         class_at("os:system")

@@ -60,6 +60,8 @@ class Local:
     def __post_init__(self) -> None:
         if self.nodes < 1 or (self.nodes > 1 and not self.network):
             raise SpecError(f"Local(nodes={self.nodes}): several nodes on this machine need network=True")
+        if not self.allow_pickle and not self.network:
+            raise SpecError("Local(allow_pickle=False) is about nodes: it needs network=True")
         if self.network and self.workers == 0:
             raise SpecError("Local(network=True, workers=0): nodes have worker processes, at least one each")
         if self.workers is not None and self.workers < 0:
