@@ -57,6 +57,9 @@ def test_a_good_one_passes():
         {"episodes": [(8, 0, 1.0, 1, {})]},
         {"episodes": [(0, 0, "1.0", 1, {})]},
         {"infos": {"mask": [(0, 2, None)]}},
+        {"infos": {"mask": 7}},
+        {"episodes": [1]},
+        {"policy_error": 3},
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clusterenv as ce
-from clusterenv.protocol.frames import CHUNK, head_reader, node_reader, to_wire
+from clusterenv.protocol.frames import CHUNK, FRAME_LIMIT, head_reader, node_reader, to_wire
 from clusterenv.protocol.messages import Answer, Beat, Bye, Hello, Pull, Rung, Tell
 
 MESSAGES = [
@@ -40,6 +40,12 @@ def test_the_payload_of_a_larger_message_goes_in_frames_of_its_own():
     for wrong in (wire[:3], [*wire, b"more"], [wire[0], wire[1][1:], *wire[2:]]):
         with pytest.raises(ce.ProtocolError):
             head_reader().read(wrong)
+
+
+@pytest.mark.parametrize("size", [CHUNK, CHUNK + 900, CHUNK + 1100, FRAME_LIMIT - 10, FRAME_LIMIT + 10])
+def test_no_frame_is_larger_than_the_socket_takes(size):
+    for frames in to_wire(9, Bye(""), [bytes(size)]):
+        assert all(len(frame) + 64 <= FRAME_LIMIT for frame in frames), "encrypted, it is a little larger still"
 
 
 def test_large_messages_go_in_pieces_that_join():

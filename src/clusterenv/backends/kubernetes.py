@@ -84,7 +84,7 @@ class Kubernetes(Remote):
     grace_s: int = 30
 
     def __post_init__(self) -> None:
-        self.check(self.nodes)
+        self._check(self.nodes)
         if not self.image:
             raise SpecError("Kubernetes(image=''): name an image that has clusterenv in it")
 

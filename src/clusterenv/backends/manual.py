@@ -34,7 +34,7 @@ class Manual(Remote):
     bind: str | None = None
 
     def __post_init__(self) -> None:
-        self.check(self.nodes)
+        self._check(self.nodes)
 
     def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
         return self.start_with(self.nodes, self.bind, _ByHand, blueprint, mode, recovery, events)

@@ -59,7 +59,7 @@ class Ray(Remote):
     bind: str | None = None
 
     def __post_init__(self) -> None:
-        self.check(self.nodes)
+        self._check(self.nodes)
         if self.cpus_per_node is not None and self.cpus_per_node < 0:
             raise SpecError(f"Ray(cpus_per_node={self.cpus_per_node}): 0 or more")
 

@@ -52,7 +52,7 @@ class Remote:
     allow_pickle: bool = True
     is_remote: ClassVar[bool] = True
 
-    def check(self, nodes: int) -> None:
+    def _check(self, nodes: int) -> None:
         name = type(self).__name__
         if nodes < 1 or self.workers_per_node < 1:
             raise SpecError(f"{name}(nodes={nodes}, workers_per_node={self.workers_per_node}): 1 or more")

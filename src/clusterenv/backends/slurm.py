@@ -102,7 +102,7 @@ class Slurm(Remote):
     heartbeat: tuple[float, float, float] = field(default=(1.0, 10.0, 300.0), kw_only=True)
 
     def __post_init__(self) -> None:
-        self.check(self.nodes)
+        self._check(self.nodes)
         if self.mode not in ("submit", "srun"):
             raise SpecError(f'Slurm(mode={self.mode!r}): choose "submit" or "srun"')
         if isinstance(self.setup, str):

@@ -19,6 +19,13 @@ __all__ = ["check_fragment"]
 
 def check_fragment(result: FragmentResult, num_steps: int, columns: int, leaves: tuple[Leaf, ...]) -> None:
     """Of a worker with so many environments that was asked for so many steps."""
+    try:
+        _check(result, num_steps, columns, leaves)
+    except (TypeError, ValueError, AttributeError) as error:  # a number where a tuple belongs, and the like
+        raise ProtocolError(f"a fragment that cannot be: {error}") from None
+
+
+def _check(result: FragmentResult, num_steps: int, columns: int, leaves: tuple[Leaf, ...]) -> None:
     _need(_is_int(result.num_steps) and 0 <= result.num_steps <= num_steps, "its number of steps")
     _need(_is_int(result.version), "its version")
     _need(all(isinstance(value, float) and value >= 0 for value in (result.env_s, result.policy_s)), "its times")

@@ -29,6 +29,7 @@ _PIECE = struct.Struct("<BQIIQ")  # .., index, count, total
 _WHOLE, _PART = 0, 1
 _SMALL_LIMIT = 16 << 20
 _INLINE = 1 << 16
+_HEADER = 1024
 _MAX_PARTS = 4096
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -44,7 +45,7 @@ def to_wire(session: int, message: Any, payload: Sequence[Buffer] = ()) -> list[
     total = sum(sizes)
     if total <= _INLINE:
         return [[b"".join([_PREFIX.pack(_WHOLE, session), table, header, *payload])]]
-    if total <= FRAME_LIMIT:
+    if total <= CHUNK + _HEADER:  # a chunk with its header is not cut in two
         return [[b"".join([_PREFIX.pack(_WHOLE, session), table, header]), *payload]]
     body = b"".join([table, header, *payload])
     view, count = memoryview(body), -(-len(body) // CHUNK)
