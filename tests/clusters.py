@@ -50,6 +50,9 @@ class NamespaceJobs:
         if self.replaces and self.agents[node].poll() is not None:
             self.agents[node] = self._start(node)
 
+    def drop(self, node: int) -> None:
+        return None
+
     def log_tail(self, node: int) -> str:
         return read_tail(self.plan.folder / f"node-{node}.log")
 

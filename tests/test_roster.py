@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from clusterenv.head.roster import Admit, NodeState, Refuse, Replace, Roster, Seated, Unseated
+from clusterenv.head.roster import Admit, Dismiss, NodeState, Refuse, Replace, Roster, Seated, Unseated
 
 NODES = 3
 DEAD_S, MOVE_S = 10.0, 20.0
@@ -26,6 +26,7 @@ class Cluster(RuleBasedStateMachine):
         self.open, self.delivered, self.lost = set(), set(), set()
         self.requests = 0
         self.highest = 0
+        self.invited = NODES
 
     def obey(self, instructions):
         for item in instructions:
@@ -40,8 +41,10 @@ class Cluster(RuleBasedStateMachine):
                 for request in [r for r in self.open if self.asked[r][0] == item.seat]:
                     self.open.discard(request)
                     self.lost.add(request)
+            elif isinstance(item, Dismiss):
+                assert item.node >= self.invited and self.roster.state(item.node) is not NodeState.ACTIVE
             elif isinstance(item, Replace):
-                assert self.roster.state(item.node) is NodeState.LOST
+                assert item.node < self.invited and self.roster.state(item.node) is not NodeState.ACTIVE
 
     @rule(node=node_numbers, instance=st.sampled_from("ab"))
     def hello(self, node, instance):
@@ -66,11 +69,17 @@ class Cluster(RuleBasedStateMachine):
             assert all(self.roster.state(n) is NodeState.ACTIVE for n in active), "silence while nobody listened"
         self.obey(done)
 
+    @rule(nodes=st.integers(1, NODES))
+    def scale(self, nodes):
+        self.invited = nodes
+        self.obey(self.roster.scale(nodes, self.now))
+        assert all(self.roster.state(n) is not NodeState.ACTIVE for n in range(nodes, NODES))
+
     @rule()
     def share_out(self):
         """Begin with whoever is here: nobody's seat stays empty."""
         self.obey(self.roster.share_out(self.now))
-        if len(self.roster.missing) < NODES:
+        if len(self.roster.missing) < self.invited:
             assert set(self.seated) == set(range(NODES))
 
     @rule(node=node_numbers)
@@ -136,7 +145,7 @@ def test_an_orphaned_seat_moves_after_a_while_and_goes_home_again():
     roster.heard(1, 2, 21.0)
     assert roster.tick(21.5, 0.0) == [Seated(0, 1)]
     back = roster.hello(0, "c", None, 22.0)
-    assert back == [Admit(0, 3), Unseated(0, 1, "it goes back to node 0", True), Seated(0, 0)]
+    assert back == [Admit(0, 3), Unseated(0, 1, "it goes back to node 0", True, True), Seated(0, 0)]
     assert roster.history(0) == ["joined", "killed", "joined"]
 
 

@@ -226,6 +226,16 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             raise SpecError(f"set_attr: {len(values)} values for {self.num_envs} environments")
         self._pool.set_attr(name, list(values))
 
+    def scale(self, nodes: int) -> None:
+        """Run on so many nodes from now on, up to the backend's `max_nodes`. `num_envs` stays.
+
+        New nodes take over slots when they have come; those of nodes that leave move at once. A slot that moves begins
+        a new episode: a fragment that was under way is dropped and run again, so that the last one that was handed over
+        ends the episode, with its last observation to bootstrap from.
+        """
+        self._refuse_closed("scale")
+        self._pool.scale(nodes)
+
     def close_extras(self, **kwargs: Any) -> None:
         """End all workers, within 10 s whatever state they are in."""
         finalizer = getattr(self, "_finalizer", None)

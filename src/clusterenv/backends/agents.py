@@ -18,7 +18,7 @@ class AgentProcesses:
     def __init__(self, plan: Plan, dead_after_s: float) -> None:
         self._plan = plan
         self._options = ["--lease-s", str(plan.lease_s), "--dead-after-s", str(max(dead_after_s, plan.lease_s))]
-        self._agents = [self._start(node) for node in range(len(plan.files))]
+        self._agents = {node: self._start(node) for node in range(plan.nodes)}
 
     def _start(self, node: int) -> subprocess.Popen[bytes]:
         with (self._plan.folder / f"node-{node}.log").open("ab") as log:
@@ -31,25 +31,28 @@ class AgentProcesses:
             )
 
     def ended(self) -> dict[int, str]:
-        codes = {node: agent.poll() for node, agent in enumerate(self._agents)}
+        codes = {node: agent.poll() for node, agent in list(self._agents.items())}
         return {node: f"ended: {how_it_ended(code)}" for node, code in codes.items() if code is not None}
 
     def state(self, node: int) -> str:
         return ""
 
     def replace(self, node: int) -> None:
-        if self._agents[node].poll() is not None:  # else it is alive, and will join again
+        if node not in self._agents or self._agents[node].poll() is not None:  # else it is alive, and will join again
             self._agents[node] = self._start(node)
+
+    def drop(self, node: int) -> None:
+        return None  # it was told to leave; `stop` makes sure
 
     def log_tail(self, node: int) -> str:
         return read_tail(self._plan.folder / f"node-{node}.log")
 
     def stop(self) -> None:
         deadline = time.monotonic() + 3.0
-        for agent in self._agents:
+        for agent in self._agents.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 agent.wait(max(0.05, deadline - time.monotonic()))
-        for agent in self._agents:
+        for agent in self._agents.values():
             if agent.poll() is None:
                 agent.kill()
                 agent.wait()

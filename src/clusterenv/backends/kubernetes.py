@@ -198,18 +198,17 @@ class _Pods:
         self._pod = [""] * len(plan.files)
         self._tries = [0] * len(plan.files)
         self._seen: dict[str, Any] = {}  # pod → as the API last described it
-        self._tails: dict[int, str] = {}
         self._wanted: set[int] = set()
         self._lock = threading.Lock()
         self._quit = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="clusterenv-kubernetes", daemon=True)
         try:
-            for node in range(len(plan.files)):
+            for node in range(plan.nodes):
                 self._create(node)
         except BaseException:
             delete_run(api, namespace, plan.run)
             raise
-        emit(logging.INFO, f"{len(self._pod)} pods of run clusterenv-{plan.run} in namespace {namespace}")
+        emit(logging.INFO, f"{plan.nodes} pods of run clusterenv-{plan.run} in namespace {namespace}")
         self._thread.start()
 
     def _owner(self) -> Manifest:
@@ -247,17 +246,26 @@ class _Pods:
                 with self._lock:
                     self._seen = {**dict.fromkeys(known - pods.keys()), **pods}
                     known |= pods.keys()
-                for node in self._wanted & self.ended().keys():
+                over = self.ended()
+                for node in [node for node in self._wanted if node in over or not self._pod[node]]:
                     self._again(node)
                     self._wanted.discard(node)
             except Exception as error:  # a busy API server, a network that hiccups: later
                 emit(logging.DEBUG, f"Kubernetes: {_told(error)}")
 
     def _again(self, node: int) -> None:
-        self._tails[node] = self.log_tail(node)
-        with contextlib.suppress(Exception):  # it is gone already, or will be with the run
-            self._api.delete_namespaced_pod(self._pod[node], self._namespace, grace_period_seconds=0)
+        self._delete(node, 0)
         self._create(node)
+
+    def _delete(self, node: int, grace_s: int) -> None:
+        if self._pod[node]:
+            with contextlib.suppress(Exception):  # it is gone already, or will be with the run
+                self._api.delete_namespaced_pod(self._pod[node], self._namespace, grace_period_seconds=grace_s)
+
+    def drop(self, node: int) -> None:
+        self._wanted.discard(node)
+        self._delete(node, 5)
+        self._pod[node] = ""
 
     def state(self, node: int) -> str:
         with self._lock:

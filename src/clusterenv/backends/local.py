@@ -34,7 +34,7 @@ class Local:
             share it. `("torch",)` pays for many workers that run a torch policy; one per core hardly notice.
         network: run `nodes` node agents on this machine and talk to them over TCP, as to a cluster: to try that path.
         nodes: how many, with `workers / nodes` workers each.
-        heartbeat, move_after_s, allow_pickle: as in `Manual`.
+        max_nodes, heartbeat, move_after_s, allow_pickle: as in `Manual`.
 
     Example:
         >>> import clusterenv as ce
@@ -49,6 +49,7 @@ class Local:
     preload: tuple[str, ...] = ()
     network: bool = False
     nodes: int = 1
+    max_nodes: int | None = None
     heartbeat: tuple[float, float, float] = (1.0, 10.0, 60.0)
     move_after_s: float | None = 30.0
     allow_pickle: bool = True
@@ -60,6 +61,8 @@ class Local:
     def __post_init__(self) -> None:
         if self.nodes < 1 or (self.nodes > 1 and not self.network):
             raise SpecError(f"Local(nodes={self.nodes}): several nodes on this machine need network=True")
+        if self.max_nodes is not None and (not self.network or self.max_nodes < self.nodes):
+            raise SpecError(f"Local(max_nodes={self.max_nodes}): at least nodes={self.nodes}, and network=True")
         if not self.allow_pickle and not self.network:
             raise SpecError("Local(allow_pickle=False) is about nodes: it needs network=True")
         if self.network and self.workers == 0:
@@ -113,6 +116,7 @@ class Local:
             timing=timing,
             oversubscribe=True,
             allow_pickle=self.allow_pickle,
+            max_nodes=self.max_nodes,
         )
         return network.start(
             cluster, lambda plan: AgentProcesses(plan, timing.dead_after_s), blueprint, mode, recovery, events

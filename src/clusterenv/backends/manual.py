@@ -46,8 +46,9 @@ class _ByHand:
     def __init__(self, plan: Plan) -> None:
         lines = [" ".join(["clusterenv node --join", path.name, *plan.options]) for path in plan.files]
         text = f"Copy each key file from {plan.folder} to its machine (scp keeps it private), and start there:\n"
-        for i, (path, line) in enumerate(zip(plan.files, lines, strict=True)):
+        for i, (path, line) in enumerate(zip(plan.files[: plan.nodes], lines, strict=False)):
             text += f"  node {i}: {line}    # {path}\n"
+        self._lines, self._files = lines, plan.files
         sys.stderr.write(text)
         sys.stderr.flush()
 
@@ -58,7 +59,10 @@ class _ByHand:
         return ""
 
     def replace(self, node: int) -> None:
-        sys.stderr.write(f"clusterenv: node {node} is gone: start it again with the same command\n")
+        sys.stderr.write(f"clusterenv: node {node} is wanted: {self._lines[node]}    # {self._files[node]}\n")
+
+    def drop(self, node: int) -> None:
+        return None
 
     def log_tail(self, node: int) -> str:
         return "(in the terminal where it was started)"

@@ -53,6 +53,8 @@ class Plan:
     """The key file of each node."""
     lease_s: float
     allow_pickle: bool = True
+    nodes: int = 0
+    """So many are wanted at first, of those that have a key file."""
 
     def command(self, node: int) -> list[str]:
         """Starts the agent of this node on a machine that sees the same files."""
@@ -74,7 +76,14 @@ class Jobs(Protocol):
         """What the scheduler says of a node that has not come yet ("PENDING (Resources)"); may be empty."""
         ...
 
-    def replace(self, node: int) -> None: ...
+    def replace(self, node: int) -> None:
+        """Start this node, for the first time or again."""
+        ...
+
+    def drop(self, node: int) -> None:
+        """It is not wanted any more, and was told so."""
+        ...
+
     def log_tail(self, node: int) -> str:
         """The last words of a node, or where they are."""
         ...
@@ -102,6 +111,7 @@ class Cluster:
     """More workers than cores on a node are no mistake."""
     allow_pickle: bool = True
     min_nodes: int | None = None
+    max_nodes: int | None = None
 
 
 def start(
@@ -113,17 +123,18 @@ def start(
     events: EventLog,
 ) -> Pool:
     """Listen, have node agents started, wait for them all, and make the pool."""
-    workers = cluster.nodes * cluster.workers_per_node
+    most = cluster.max_nodes or cluster.nodes
+    workers = most * cluster.workers_per_node
     if workers > blueprint.num_envs:
         raise SpecError(
-            f"{cluster.nodes} nodes with {cluster.workers_per_node} workers each are {workers} workers for "
+            f"{most} nodes with {cluster.workers_per_node} workers each are {workers} workers for "
             f"{blueprint.num_envs} environments: ask for fewer"
         )
     run = secrets.token_hex(4)
     # A folder of the run's own, also below one that the user names: it is removed at the end.
     folder = private_folder((cluster.folder or Path(tempfile.gettempdir())) / f"clusterenv-{run}")
     note_head(folder, run)
-    keys, node_keys = make_keys(), [make_keys() for _ in range(cluster.nodes)]
+    keys, node_keys = make_keys(), [make_keys() for _ in range(most)]
     running: list[Jobs] = []
     try:
         head = _listen(cluster, keys, node_keys, events, running)
@@ -137,11 +148,12 @@ def start(
         shutil.rmtree(folder, ignore_errors=True)
 
     try:
-        files = tuple(folder / f"node-{i}.key" for i in range(cluster.nodes))
+        files = tuple(folder / f"node-{i}.key" for i in range(most))
         for i, (path, pair) in enumerate(zip(files, node_keys, strict=True)):
             write_joining(path, Joining(run, i, head.address, keys.public, pair.public, pair.secret))
-        running.append(launch(Plan(run, folder, files, cluster.timing.lease_s, cluster.allow_pickle)))
+        running.append(launch(Plan(run, folder, files, cluster.timing.lease_s, cluster.allow_pickle, cluster.nodes)))
         _await(head, running[0], cluster, blueprint.num_envs)
+        head.share_out()
         slots_of = split(blueprint.num_envs, workers)
         seat_of = [worker // cluster.workers_per_node for worker in range(workers)]
         crew = RemoteCrew(
@@ -175,6 +187,8 @@ def _listen(cluster: Cluster, keys: KeyPair, node_keys: list[KeyPair], events: E
         ended=lambda: running[0].ended() if running else {},
         cores=1 if cluster.oversubscribe else cluster.workers_per_node,
         sends_pickle=cluster.allow_pickle,
+        invited=cluster.nodes,
+        drop=lambda node: running[0].drop(node) if running else None,
     )
 
 
@@ -188,7 +202,6 @@ def _await(head: Head, jobs: Jobs, cluster: Cluster, num_envs: int) -> None:
         if len(missing) != last:
             last, came = len(missing), time.monotonic()
         if here >= (cluster.min_nodes or cluster.nodes) and time.monotonic() - came > _OTHERS_S:
-            head.share_out()
             emit(logging.INFO, f"beginning with {here} of {cluster.nodes} nodes")
             return
         line = f"{here}/{cluster.nodes} nodes, {num_envs * here // cluster.nodes}/{num_envs} environments, waiting for "

@@ -140,23 +140,26 @@ class _Actors:
         self._said: dict[int, tuple[int | None, str]] = {}
         self._over: dict[int, str] = {}
         self._wanted: set[int] = set()  # nodes to be started again, as soon as their actor is over
-        self._actors: list[Any] = []
-        self._asked: list[Any] = []
-        for node in range(len(plan.files)):
-            actor = self._start(node)
-            self._actors.append(actor)
-            self._asked.append(actor.poll.remote())
+        self._actors: dict[int, Any] = {}
+        self._asked: dict[int, Any] = {}
+        for node in range(plan.nodes):
+            self._start(node)
 
-    def _start(self, node: int) -> Any:
+    def _start(self, node: int) -> None:
         # The key goes as an argument, through Ray's own channels: docs/security.md says what that is worth.
-        return self._class.remote(self._plan.files[node].read_bytes(), self._plan.options)
+        self._actors[node] = self._class.remote(self._plan.files[node].read_bytes(), self._plan.options)
+        self._asked[node] = self._actors[node].poll.remote()
+        self._over.pop(node, None)
+        self._said.pop(node, None)
 
     def _look(self) -> None:
         """Take the answers that are there, and ask again."""
-        ready, _ = self._ray.wait(self._asked, num_returns=len(self._asked), timeout=0, fetch_local=False)
-        for reference in ready:
-            node = self._asked.index(reference)
-            if node in self._over:
+        asked = {node: reference for node, reference in self._asked.items() if node not in self._over}
+        if not asked:
+            return
+        ready, _ = self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=0, fetch_local=False)
+        for node, reference in asked.items():
+            if reference not in ready:
                 continue
             try:
                 self._said[node] = code, _ = self._ray.get(reference)
@@ -172,8 +175,10 @@ class _Actors:
         with self._lock:  # called while nodes are awaited, and by the listening thread
             if not self._is_stopped:
                 self._look()
-                for node in self._wanted & self._over.keys():
-                    self._start_again(node)
+                for node in [node for node in self._wanted if node in self._over or node not in self._actors]:
+                    self._wanted.discard(node)
+                    self._kill(node)
+                    self._start(node)
             return dict(self._over)
 
     def state(self, node: int) -> str:
@@ -185,14 +190,18 @@ class _Actors:
     def replace(self, node: int) -> None:
         self._wanted.add(node)  # Ray may not know yet that the actor is gone; if it is not, it joins anew
 
-    def _start_again(self, node: int) -> None:
-        self._wanted.discard(node)
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            self._ray.kill(self._actors[node])
-        self._actors[node] = self._start(node)
-        self._asked[node] = self._actors[node].poll.remote()
-        del self._over[node]
-        self._said.pop(node, None)
+    def drop(self, node: int) -> None:
+        with self._lock:
+            self._wanted.discard(node)
+            self._kill(node)
+            self._asked.pop(node, None)
+            self._over.pop(node, None)
+
+    def _kill(self, node: int) -> None:
+        actor = self._actors.pop(node, None)
+        if actor is not None:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.kill(actor)
 
     def log_tail(self, node: int) -> str:
         return self._said.get(node, (None, f"({self.state(node)})"))[1]
@@ -202,13 +211,12 @@ class _Actors:
             return
         with self._lock:
             self._is_stopped = True
-        stopping = [self._actors[node].stop.remote() for node in range(len(self._actors)) if node in self._said]
+        stopping = [actor.stop.remote() for node, actor in self._actors.items() if node in self._said]
         deadline = time.monotonic() + _STOP_S
         if stopping:
             self._ray.wait(stopping, num_returns=len(stopping), timeout=max(0.1, deadline - time.monotonic()))
-        for actor in self._actors:
-            with contextlib.suppress(self._ray.exceptions.RayError):
-                self._ray.kill(actor)
+        for node in list(self._actors):
+            self._kill(node)
         if self._is_ours:
             self._ray.shutdown()
         emit(logging.DEBUG, "Ray actors ended")

@@ -29,6 +29,8 @@ class Remote:
         port: of the head; 0 for any that is free.
         folder: where to make the run's own folder (mode 0700) of key files, one per node; it is removed at the end.
         start_timeout_s: how long to wait for the nodes.
+        max_nodes: how many `envs.scale` may ask for. Every node has the workers of its own slots, and of those whose
+            nodes are not there: with 2 nodes of at most 4, twice `workers_per_node`.
         min_nodes: begin when so many have come and no other did for 5 s; the rest may join later. None: all.
         threads_per_worker, preload: as in `Local`.
         other_infos: what to do with infos that are not plain data: "refuse", or send their "repr".
@@ -43,6 +45,7 @@ class Remote:
     folder: str | None = None
     start_timeout_s: float = 600.0
     min_nodes: int | None = None
+    max_nodes: int | None = None
     threads_per_worker: int | None = 1
     preload: tuple[str, ...] = ()
     other_infos: Literal["refuse", "repr"] = "refuse"
@@ -58,6 +61,8 @@ class Remote:
             raise SpecError(f"{name}(nodes={nodes}, workers_per_node={self.workers_per_node}): 1 or more")
         if self.min_nodes is not None and not 1 <= self.min_nodes <= nodes:
             raise SpecError(f"{name}(min_nodes={self.min_nodes}): between 1 and nodes={nodes}")
+        if self.max_nodes is not None and self.max_nodes < nodes:
+            raise SpecError(f"{name}(max_nodes={self.max_nodes}): at least nodes={nodes}")
 
     def start_with(
         self,
@@ -86,5 +91,6 @@ class Remote:
             self.oversubscribe,
             self.allow_pickle,
             self.min_nodes,
+            self.max_nodes,
         )
         return network.start(cluster, launch, blueprint, mode, recovery, events)

@@ -191,7 +191,7 @@ class SlurmJobs:
         self._quit = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="clusterenv-slurm", daemon=True)
         try:
-            for node in range(len(plan.files)):
+            for node in range(plan.nodes):
                 self._submit(node)
         except BaseException:
             cancel(self._all)
@@ -225,9 +225,10 @@ class SlurmJobs:
                 states[job] = (state, reason)
             self._states = states
             self._seen |= states.keys()
-            for node in self._wanted & self.ended().keys():
+            over = self.ended()
+            for node in [node for node in self._wanted if node in over or not self._job[node]]:
                 try:
-                    cancel([self._job[node]])  # it may wait for what will never be
+                    cancel([job for job in [self._job[node]] if job])  # it may wait for what will never be
                     self._submit(node)
                 except StartError as error:
                     emit(logging.WARNING, f"node {node} could not be asked for again: {error}")
@@ -254,6 +255,12 @@ class SlurmJobs:
     def replace(self, node: int) -> None:
         self._wanted.add(node)  # its job may be queued again, or alive and join anew: then there is nothing to do
 
+    def drop(self, node: int) -> None:
+        self._wanted.discard(node)
+        if self._job[node]:
+            cancel([self._job[node]])
+        self._job[node] = ""
+
     def log_tail(self, node: int) -> str:
         from clusterenv.backends.network import read_tail
 
@@ -273,7 +280,7 @@ class _Steps:
     def __init__(self, slurm: Slurm, plan: Plan, hosts: list[str]) -> None:
         self._slurm, self._plan, self._hosts = slurm, plan, hosts
         self._logs = _logs(plan)
-        self._steps = [self._start(node) for node in range(len(plan.files))]
+        self._steps = {node: self._start(node) for node in range(plan.nodes)}
         emit(logging.INFO, f"{len(hosts)} steps on {', '.join(hosts)}; logs in {self._logs}")
 
     def _start(self, node: int) -> subprocess.Popen[bytes]:
@@ -292,12 +299,15 @@ class _Steps:
         return f"on {self._hosts[node]}"
 
     def ended(self) -> dict[int, str]:
-        codes = {node: step.poll() for node, step in enumerate(self._steps)}
+        codes = {node: step.poll() for node, step in list(self._steps.items())}
         return {node: f"ended: srun exited with {code}" for node, code in codes.items() if code is not None}
 
     def replace(self, node: int) -> None:
-        if self._steps[node].poll() is not None:
+        if node not in self._steps or self._steps[node].poll() is not None:
             self._steps[node] = self._start(node)
+
+    def drop(self, node: int) -> None:
+        return None  # its step ends by itself
 
     def log_tail(self, node: int) -> str:
         from clusterenv.backends.network import read_tail
@@ -306,12 +316,12 @@ class _Steps:
 
     def stop(self) -> None:
         deadline = time.monotonic() + 5.0
-        for step in self._steps:
+        for step in self._steps.values():
             try:
                 step.wait(max(0.05, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 step.terminate()  # srun hands it on to its step
-        for step in self._steps:
+        for step in self._steps.values():
             try:
                 step.wait(10.0)
             except subprocess.TimeoutExpired:
@@ -342,10 +352,11 @@ def _hosts_of_allocation(slurm: Slurm) -> list[str]:
     own = os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
     if not slurm.on_head_node:
         hosts = [host for host in hosts if host != own]
-    if len(hosts) < slurm.nodes:
+    most = slurm.max_nodes or slurm.nodes
+    if len(hosts) < most:
         what = "" if slurm.on_head_node else f" besides {own}, where this script runs (on_head_node=True counts it)"
-        raise StartError(f"Slurm(nodes={slurm.nodes}): the allocation has {len(hosts)} nodes{what}")
-    return hosts[: slurm.nodes]
+        raise StartError(f"Slurm(nodes={most}): the allocation has {len(hosts)} nodes{what}")
+    return hosts[:most]
 
 
 def _run(command: list[str], stdin: str = "") -> str:

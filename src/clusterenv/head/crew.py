@@ -17,7 +17,7 @@ import msgspec
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.code import missing_package
-from clusterenv.errors import ProtocolError, SpecError
+from clusterenv.errors import ProtocolError, SpecError, UsageError
 from clusterenv.events import emit
 from clusterenv.head.checks import check_fragment
 from clusterenv.head.head import Head, Weights
@@ -266,7 +266,10 @@ class RemoteCrew:
         self._hosted.discard(seat)
         for worker in self._workers[seat]:
             if worker in self._running:
-                self._exited(worker, f"was on node {change.node}, which is gone: {change.reason}", "")
+                if change.is_moved:
+                    self._exited(worker, f"leaves node {change.node}: {change.reason}", "", is_moved=True)
+                else:
+                    self._exited(worker, f"was on node {change.node}, which is gone: {change.reason}", "")
 
     def _open(self, seat: int, message: Any, frames: list[Any]) -> None:
         if isinstance(message, Rung):
@@ -334,11 +337,11 @@ class RemoteCrew:
             raise ProtocolError(f"an answer of worker {worker} about slots that it does not have")
         return reply
 
-    def _exited(self, worker: int, reason: str, tail: str) -> None:
+    def _exited(self, worker: int, reason: str, tail: str, is_moved: bool = False) -> None:
         self._running.discard(worker)
         self._asked = {key: asked for key, asked in self._asked.items() if key[0] != worker}
         self._head.progress.pop(worker, None)
-        self._events.append((worker, Exit(reason, tail)))
+        self._events.append((worker, Exit(reason, tail, is_moved)))
 
     def _print(self, output: Output) -> None:
         slots = self._slots_of[output.worker]
@@ -356,6 +359,14 @@ class RemoteCrew:
 
     def stats(self) -> dict[str, Any]:
         return self._head.stats()
+
+    def scale(self, nodes: int) -> None:
+        most = len(self._workers)
+        if not 1 <= nodes <= most:
+            raise UsageError(
+                f"scale(nodes={nodes}): between 1 and {most}; the backend's max_nodes says how many there may be"
+            )
+        self._head.scale(nodes)
 
     def is_running(self, index: int) -> bool:
         return index in self._running

@@ -23,7 +23,7 @@ import zmq
 from clusterenv._version import __version__
 from clusterenv.errors import ProtocolError
 from clusterenv.events import Event, EventLog, emit
-from clusterenv.head.roster import Admit, Instruction, Refuse, Replace, Roster, Seated, Unseated
+from clusterenv.head.roster import Admit, Dismiss, Instruction, Refuse, Replace, Roster, Seated, Unseated
 from clusterenv.protocol.frames import CHUNK, FRAME_LIMIT, Reader, head_reader, to_wire
 from clusterenv.protocol.messages import (
     PROTOCOL,
@@ -128,6 +128,8 @@ class Head:
         ended: Callable[[], dict[int, str]],
         cores: int = 1,
         sends_pickle: bool = True,
+        invited: int | None = None,
+        drop: Callable[[int], None] = lambda node: None,
     ) -> None:
         self._socket = HeadSocket(bind, port, keys, frame_limit=FRAME_LIMIT, dead_after_s=timing.dead_after_s)
         self.address = self._socket.address
@@ -140,7 +142,8 @@ class Head:
         self._events = events
         self._replace = replace
         self._ended = ended
-        self.roster = Roster(len(node_keys), timing.dead_after_s, timing.move_after_s)
+        self._drop = drop
+        self.roster = Roster(len(node_keys), timing.dead_after_s, timing.move_after_s, invited)
         self._peers: dict[bytes, _Peer] = {}  # by route
         self._active: dict[int, _Peer] = {}  # by node
         self.inbox: deque[tuple[int, Any, list[Any]]] = deque()  # (seat, message, frames)
@@ -157,7 +160,7 @@ class Head:
         self.frames_received = [0] * len(node_keys)
         self.dropped = 0
         """Messages of sessions that are over, or that the protocol does not know."""
-        self._chores: deque[Replace] = deque()
+        self._chores: deque[Replace | Dismiss] = deque()
         self._asked_at = 0.0
         # Reentrant: Ctrl-C may strike between taking it and the body of the `with`, and close() must still get in.
         self._lock = threading.RLock()
@@ -188,6 +191,10 @@ class Head:
             self.offers[seat, weights.number] = weights
             self._offered_at[seat] = time.monotonic()
 
+    def scale(self, nodes: int) -> None:
+        with self._mine:
+            self._do(self.roster.scale(nodes, time.monotonic()))
+
     def share_out(self) -> None:
         """Begin with the nodes that are here: they take the others' seats until those come."""
         with self._mine:
@@ -213,7 +220,10 @@ class Head:
                     self._lock.release()
             while self._chores:
                 chore = self._chores.popleft()
-                self._backend(self._replace, chore.node, chore.reason)
+                if isinstance(chore, Replace):
+                    self._backend(self._replace, chore.node, chore.reason)
+                else:
+                    self._backend(self._drop, chore.node)
             if time.monotonic() - self._asked_at > _ASK_S:
                 self._asked_at = time.monotonic()
                 for node, reason in (self._backend(self._ended) or {}).items():
@@ -349,6 +359,11 @@ class Head:
                 self.seat_events.append(item)
             elif isinstance(item, Seated):
                 self.seat_events.append(item)
+            elif isinstance(item, Dismiss):
+                self._send(item.node, Leave(-1))
+                if self._active.pop(item.node, None) is not None:
+                    self._events.add(Event("node_left", f"node {item.node}: scaled down"), level=logging.INFO)
+                self._chores.append(item)
             elif isinstance(item, Replace):
                 self._active.pop(item.node, None)
                 kind = "node_asked_again" if item.again else "node_lost"

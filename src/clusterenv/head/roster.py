@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Admit", "NodeState", "Refuse", "Replace", "Roster", "Seated", "Unseated"]
+__all__ = ["Admit", "Dismiss", "NodeState", "Refuse", "Replace", "Roster", "Seated", "Unseated"]
 
 
 class NodeState(enum.Enum):
@@ -47,6 +47,8 @@ class Unseated(NamedTuple):
     reason: str
     is_there: bool
     """The node is still there, and must be told."""
+    is_moved: bool = False
+    """On purpose, and nobody's fault."""
 
 
 class Replace(NamedTuple):
@@ -58,7 +60,13 @@ class Replace(NamedTuple):
     """Its replacement ended before it came."""
 
 
-Instruction = Admit | Refuse | Seated | Unseated | Replace
+class Dismiss(NamedTuple):
+    """Tell this node that it is not needed any more, and the backend."""
+
+    node: int
+
+
+Instruction = Admit | Refuse | Seated | Unseated | Replace | Dismiss
 
 _ASK_AGAIN_S = 5.0
 _ASK_MOST_S = 60.0
@@ -85,15 +93,18 @@ class _Node:
 
 
 class Roster:
-    """`nodes` nodes with a seat each.
+    """`nodes` nodes with a seat each, of which the first `invited` take part; `scale` changes that.
 
     Args:
         dead_after_s: a node that says nothing for so long is gone.
         move_after_s: a seat that is empty for so long goes to another node, if there is one; None: never.
     """
 
-    def __init__(self, nodes: int, dead_after_s: float, move_after_s: float | None = None) -> None:
+    def __init__(
+        self, nodes: int, dead_after_s: float, move_after_s: float | None = None, invited: int | None = None
+    ) -> None:
         self._nodes = [_Node() for _ in range(nodes)]
+        self._invited = range(nodes if invited is None else invited)
         self._dead_after_s = dead_after_s
         self._move_after_s = move_after_s
         self._sessions = 0
@@ -118,7 +129,7 @@ class Roster:
 
     @property
     def missing(self) -> list[int]:
-        return [i for i, node in enumerate(self._nodes) if node.state is not NodeState.ACTIVE]
+        return [i for i in self._invited if self._nodes[i].state is not NodeState.ACTIVE]
 
     # -- events -----------------------------------------------------------------------------------------------
 
@@ -128,6 +139,8 @@ class Roster:
         if mismatch is not None:
             self._note(node, f"refused: {mismatch}")
             return [Refuse(number, mismatch, True)]
+        if number not in self._invited:
+            return [Refuse(number, f"the run has {len(self._invited)} nodes now, without node {number}", True)]
         done: list[Instruction] = []
         if node.state is NodeState.ACTIVE:
             if node.instance != instance:
@@ -152,6 +165,8 @@ class Roster:
     def gone(self, number: int, reason: str, now: float) -> list[Instruction]:
         """Its connection ended, its job ended, or it said goodbye; of one that is lost: its replacement ended."""
         node = self._nodes[number]
+        if number not in self._invited:
+            return []
         if node.state is not NodeState.ACTIVE:
             if node.state is NodeState.AWAITED or now - node.asked_at < min(_ASK_AGAIN_S * 2**node.asked, _ASK_MOST_S):
                 return []
@@ -171,6 +186,19 @@ class Roster:
                 done += self.gone(number, f"it said nothing for {silent_s:.1f} s", now)
         return done + self._place(now)
 
+    def scale(self, nodes: int, now: float) -> list[Instruction]:
+        """From now on the first so many take part. Seats of the others move at once, those of new ones as they come."""
+        before, self._invited = self._invited, range(nodes)
+        done: list[Instruction] = []
+        for number in before[nodes:]:
+            node = self._nodes[number]
+            if node.state is NodeState.ACTIVE:
+                self._move(node, "gone", "scaled down")
+                done += self._unseat(node, number, "the run needs fewer nodes", False, now, is_moved=True)
+            done.append(Dismiss(number))
+        done += [Replace(number, "the run needs more nodes", again=True) for number in self._invited[len(before) :]]
+        return done + self._place(now)
+
     def share_out(self, now: float) -> list[Instruction]:
         """Every seat to somebody who is here, also those whose own nodes have never come."""
         done = self._place(now)
@@ -188,12 +216,14 @@ class Roster:
     def _note(self, node: _Node, text: str) -> None:
         node.history = [*node.history[-19:], text]
 
-    def _unseat(self, node: _Node, number: int, reason: str, is_there: bool, now: float) -> list[Instruction]:
+    def _unseat(
+        self, node: _Node, number: int, reason: str, is_there: bool, now: float, is_moved: bool = False
+    ) -> list[Instruction]:
         seats, node.seats = sorted(node.seats), set()
         for seat in seats:
             del self._holder[seat]
         self._empty_since.update(dict.fromkeys(seats, now))
-        return [Unseated(seat, number, reason, is_there) for seat in seats]
+        return [Unseated(seat, number, reason, is_there, is_moved) for seat in seats]
 
     def _place(self, now: float) -> list[Instruction]:
         """Every seat to its own node if it is here; else, after a while, to whoever has fewest."""
@@ -206,7 +236,7 @@ class Roster:
             if seat in active:
                 if holder is not None:
                     self._nodes[holder].seats.discard(seat)
-                    done.append(Unseated(seat, holder, f"it goes back to node {seat}", True))
+                    done.append(Unseated(seat, holder, f"it goes back to node {seat}", True, is_moved=True))
                 done.append(self._seat(seat, seat))
             elif holder is None and self._may_move(seat, now):
                 done.append(self._seat(seat, self._least(active)))
@@ -216,7 +246,11 @@ class Roster:
         return min(active, key=lambda i: (len(self._nodes[i].seats), i))
 
     def _may_move(self, seat: int, now: float) -> bool:
-        if self._move_after_s is None or seat not in self._was_seated:
+        if seat not in self._was_seated:
+            return False
+        if seat not in self._invited:
+            return True
+        if self._move_after_s is None:
             return False
         return now - self._empty_since[seat] >= self._move_after_s
 

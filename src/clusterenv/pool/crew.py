@@ -20,6 +20,8 @@ class Exit(NamedTuple):
 
     reason: str
     tail: str
+    is_moved: bool = False
+    """On purpose: it goes on elsewhere, and does not count as a failure."""
 
 
 class Crew(Protocol):
@@ -49,6 +51,10 @@ class Crew(Protocol):
     def progress(self, index: int) -> tuple[int, int, int]: ...
     def stats(self) -> dict[str, Any]:
         """What only this kind of crew counts."""
+        ...
+
+    def scale(self, nodes: int) -> None:
+        """Run on so many machines; UsageError where there is one."""
         ...
 
     def is_running(self, index: int) -> bool: ...

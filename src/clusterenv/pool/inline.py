@@ -10,6 +10,7 @@ from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.errors import UsageError
 from clusterenv.pool.arena import ArenaLayout
 from clusterenv.pool.dispatch import Dispatcher
 from clusterenv.pool.layout import Layout
@@ -102,6 +103,9 @@ class InlineCrew:
 
     def stats(self) -> dict[str, Any]:
         return {}
+
+    def scale(self, nodes: int) -> None:
+        raise UsageError("scale() is for backends with nodes: this one has none")
 
     def is_running(self, index: int) -> bool:
         return True

@@ -469,7 +469,7 @@ class Pool:
         at_fault = slot if tickets and slot in slots else None
         place = f" in {PHASES[phase]}() of slot {slot}"
         event = Event(
-            "worker_lost",
+            "worker_moved" if exit.is_moved else "worker_lost",
             reason + (place if at_fault is not None else ""),
             tuple(slots),
             worker,
@@ -479,18 +479,20 @@ class Pool:
             None,
             exit.tail,
         )
-        self.events.add(event)
+        self.events.add(event, level=logging.INFO if exit.is_moved else logging.WARNING)
         self._open[worker].clear()
         now = time.monotonic()
         self._losses.worker_gone(worker, slots, now)  # whatever is raised below, a later reset() finds the worker
         self.desk.lost(worker)
-        if at_fault is not None and not rows.proven[at_fault]:
+        if at_fault is not None and not exit.is_moved and not rows.proven[at_fault]:
             rows.awaited[slots] = False
             rows.started[slots] = False
             raise WorkerLostError(
                 f"{reason}{place}, before its first successful step{_quote(exit.tail)}", slots=tuple(slots)
             )
-        until = self._book.failed(f"worker {worker} (slots {slots[0]}-{slots[-1]})", reason, now)
+        until = now
+        if not exit.is_moved:
+            until = self._book.failed(f"worker {worker} (slots {slots[0]}-{slots[-1]})", reason, now)
         self._losses.respawn[worker] = until
         collecting = any(ticket.kind == "fragment" for ticket in tickets)
         for its in slots:
@@ -632,6 +634,9 @@ class Pool:
         self._lives.load_state_dict(state)
         for slot in range(self.num_envs):
             self._losses.slot_gone(slot, time.monotonic())
+
+    def scale(self, nodes: int) -> None:
+        self._crew.scale(nodes)
 
     def stats(self) -> dict[str, Any]:
         return {

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from gymnasium.vector import AutoresetMode
 
-from clusterenv.errors import ClusterEnvError, SpecError
+from clusterenv.errors import ClusterEnvError, SpecError, UsageError
 from clusterenv.events import emit
 from clusterenv.pool.arena import ArenaLayout
 from clusterenv.pool.crew import Exit
@@ -365,6 +365,9 @@ class ProcessCrew:
 
     def stats(self) -> dict[str, Any]:
         return {}
+
+    def scale(self, nodes: int) -> None:
+        raise UsageError("scale() is for backends with nodes: this one has none")
 
     def is_running(self, index: int) -> bool:
         return index in self._links
