@@ -314,17 +314,26 @@ class _Pods:
 def delete_run(api: Any, namespace: str, run: str) -> None:
     """Pods, Secrets, and the object that owns them. Waits until the pods are gone, but not for long."""
     selector = f"clusterenv/run={run}"
-    try:
-        for pod in api.list_namespaced_pod(namespace, label_selector=selector).items:
-            grace_s = 5 if pod.status.phase == "Running" else 0  # nobody is there to be told
+
+    def delete_pods(grace_s: int) -> bool:
+        pods = api.list_namespaced_pod(namespace, label_selector=selector).items
+        for pod in pods:
             with contextlib.suppress(Exception):  # somebody was faster
-                api.delete_namespaced_pod(pod.metadata.name, namespace, grace_period_seconds=grace_s)
+                its_s = (
+                    0 if pod.status.phase != "Running" or _describe(pod)[1] else grace_s
+                )  # nobody is there to be told
+                api.delete_namespaced_pod(pod.metadata.name, namespace, grace_period_seconds=its_s)
+        return bool(pods)
+
+    try:
+        delete_pods(5)
         api.delete_collection_namespaced_secret(namespace, label_selector=selector)
         with contextlib.suppress(Exception):  # somebody was faster
             api.delete_namespaced_config_map(f"clusterenv-{run}", namespace)
         deadline = time.monotonic() + _GONE_S
-        while api.list_namespaced_pod(namespace, label_selector=selector).items and time.monotonic() < deadline:
-            time.sleep(0.3)
+        while delete_pods(5) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        delete_pods(0)  # what a kubelet is slow to report: their processes have had their time
     except Exception as error:  # at the end of a run nothing better can be done than to say so
         emit(logging.WARNING, f"Kubernetes: run clusterenv-{run} could not be deleted: {_told(error)}")
 
