@@ -213,23 +213,16 @@ class _Pods:
 
     def _owner(self) -> Manifest:
         """The run object; made anew where somebody has deleted it, and with it everything that it owned."""
-        name = f"clusterenv-{self._plan.run}"
-        try:
-            found = self._api.read_namespaced_config_map(name, self._namespace)
-        except Exception as error:  # the client raises its own, and urllib3's
-            if getattr(error, "status", 0) != 404:
-                raise _told(error) from None
-            found = _ask(self._api.create_namespaced_config_map, self._namespace, run_manifest(self._plan.run))
+        name, where = f"clusterenv-{self._plan.run}", self._namespace
+        found = _ask(self._api.read_namespaced_config_map, name, where, none_if=404)
+        if found is None:
+            found = _ask(self._api.create_namespaced_config_map, where, run_manifest(self._plan.run))
         return {"apiVersion": "v1", "kind": "ConfigMap", "name": name, "uid": found.metadata.uid}
 
     def _create(self, node: int) -> None:
         owner, run = self._owner(), self._plan.run
         secret = secret_manifest(run, node, self._plan.files[node].read_text(), owner)
-        try:
-            self._api.create_namespaced_secret(self._namespace, secret)
-        except Exception as error:
-            if getattr(error, "status", 0) != 409:  # it is still there from the pod before
-                raise _told(error) from None
+        _ask(self._api.create_namespaced_secret, self._namespace, secret, none_if=409)  # there from the pod before
         self._tries[node] += 1
         name = f"clusterenv-{run}-{node}-{self._tries[node]}"
         pod = pod_manifest(self._backend, run, node, name, self._plan.options, owner)
@@ -250,6 +243,8 @@ class _Pods:
                 for node in [node for node in self._wanted if node in over or not self._pod[node]]:
                     self._again(node)
                     self._wanted.discard(node)
+            except StartError as error:  # a quota, rights taken away: tried again, and worth knowing
+                emit(logging.WARNING, f"a node could not be asked for again: {error}")
             except Exception as error:  # a busy API server, a network that hiccups: later
                 emit(logging.DEBUG, f"Kubernetes: {_told(error)}")
 
@@ -318,11 +313,9 @@ def delete_run(api: Any, namespace: str, run: str) -> None:
     def delete_pods(grace_s: int) -> bool:
         pods = api.list_namespaced_pod(namespace, label_selector=selector).items
         for pod in pods:
+            is_there = pod.status.phase == "Running" and not _describe(pod)[1]  # else nobody is to be told
             with contextlib.suppress(Exception):  # somebody was faster
-                its_s = (
-                    0 if pod.status.phase != "Running" or _describe(pod)[1] else grace_s
-                )  # nobody is there to be told
-                api.delete_namespaced_pod(pod.metadata.name, namespace, grace_period_seconds=its_s)
+                api.delete_namespaced_pod(pod.metadata.name, namespace, grace_period_seconds=grace_s if is_there else 0)
         return bool(pods)
 
     try:
@@ -355,10 +348,13 @@ def _describe(pod: Any) -> tuple[str, bool]:
     return str(status.phase), False
 
 
-def _ask(call: Any, *args: Any) -> Any:
+def _ask(call: Any, *args: Any, none_if: int = 0) -> Any:
+    """The answer; None where it is this HTTP status, and a StartError that quotes any other."""
     try:
         return call(*args, _request_timeout=30)
     except Exception as error:  # the client raises its own, and urllib3's
+        if getattr(error, "status", None) == none_if:
+            return None
         raise _told(error) from None
 
 

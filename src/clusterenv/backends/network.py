@@ -52,8 +52,8 @@ class Plan:
     files: tuple[Path, ...]
     """The key file of each node."""
     lease_s: float
-    allow_pickle: bool = True
-    nodes: int = 0
+    allow_pickle: bool
+    nodes: int
     """So many are wanted at first, of those that have a key file."""
 
     def command(self, node: int) -> list[str]:

@@ -78,7 +78,7 @@ class Slurm(Remote):
         extra: further options of `sbatch`: {"exclusive": None, "nodelist": "n[1-4]"}.
         mode: "submit" submits jobs; "srun" starts steps within the allocation that this script runs in.
         on_head_node: with "srun": the node that this script runs on is one of `nodes`.
-        folder: for keys, on a filesystem that nodes see; None: ~/.clusterenv. Logs stay in its `logs`.
+        folder: for keys, on a filesystem that nodes see. Logs stay in its `logs`.
         others: as in `Remote`, which see.
     """
 
