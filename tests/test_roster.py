@@ -154,7 +154,7 @@ def test_a_replacement_that_never_came_is_asked_for_again_ever_later():
     assert roster.gone(0, "its job ended", 0.0) == [], "while the run starts, the backend tells"
     roster.hello(0, "a", None, 0.0)
     assert roster.gone(0, "killed", 1.0)[-1] == Replace(0, "killed")
-    asked = [t for t in range(2, 100) if roster.gone(0, "ended", float(t)) == [Replace(0, "ended", again=True)]]
+    asked = [t for t in range(2, 100) if roster.gone(0, "ended", float(t)) == [Replace(0, "ended", "node_asked_again")]]
     assert asked == [6, 16, 36, 76]
 
 

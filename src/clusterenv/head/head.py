@@ -112,8 +112,10 @@ class Head:
     """
     Args:
         node_keys: public keys of the nodes, in the order of their numbers.
-        replace: asked for a node that is gone; called by the listening thread, as is
+        replace, drop: the backend is to start a node, or to let it go; called by the listening thread, as is
         ended: which nodes' jobs are over, and why.
+        cores: that a node must have.
+        invited: so many of the nodes take part at first.
     """
 
     def __init__(
@@ -343,7 +345,7 @@ class Head:
                     self._do(self.roster.gone(peer.node, "its connection ended", time.monotonic()))
 
     def node_gone(self, node: int, reason: str) -> None:
-        """The backend says that its job is over."""
+        """What it said cannot be: it is not listened to any more."""
         with self._mine:
             if node in self._active:
                 self._do(self.roster.gone(node, reason, time.monotonic()))
@@ -366,8 +368,8 @@ class Head:
                 self._chores.append(item)
             elif isinstance(item, Replace):
                 self._active.pop(item.node, None)
-                kind = "node_asked_again" if item.again else "node_lost"
-                self._events.add(Event(kind, f"node {item.node}: {item.reason}"))
+                level = logging.INFO if item.event == "node_invited" else logging.WARNING
+                self._events.add(Event(item.event, f"node {item.node}: {item.reason}"), level=level)
                 self._chores.append(item)
 
     def _send(self, node: int, message: Any, payload: Sequence[Any] = ()) -> bool:

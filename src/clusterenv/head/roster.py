@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 __all__ = ["Admit", "Dismiss", "NodeState", "Refuse", "Replace", "Roster", "Seated", "Unseated"]
 
@@ -56,8 +56,8 @@ class Replace(NamedTuple):
 
     node: int
     reason: str
-    again: bool = False
-    """Its replacement ended before it came."""
+    event: Literal["node_lost", "node_asked_again", "node_invited"] = "node_lost"
+    """It was here; its replacement ended before it came; the run is to be larger."""
 
 
 class Dismiss(NamedTuple):
@@ -172,7 +172,7 @@ class Roster:
                 return []
             node.asked, node.asked_at = node.asked + 1, now
             self._note(node, reason)
-            return [Replace(number, reason, again=True)]
+            return [Replace(number, reason, "node_asked_again")]
         self._move(node, "gone", reason)
         node.asked_at = now
         return [*self._unseat(node, number, reason, False, now), Replace(number, reason)]
@@ -196,7 +196,7 @@ class Roster:
                 self._move(node, "gone", "scaled down")
                 done += self._unseat(node, number, "the run needs fewer nodes", False, now, is_moved=True)
             done.append(Dismiss(number))
-        done += [Replace(number, "the run needs more nodes", again=True) for number in self._invited[len(before) :]]
+        done += [Replace(number, "the run needs more nodes", "node_invited") for number in self._invited[len(before) :]]
         return done + self._place(now)
 
     def share_out(self, now: float) -> list[Instruction]:
