@@ -73,7 +73,16 @@ class Cluster(RuleBasedStateMachine):
     def scale(self, nodes):
         self.invited = nodes
         self.obey(self.roster.scale(nodes, self.now))
-        assert all(self.roster.state(n) is not NodeState.ACTIVE for n in range(nodes, NODES))
+        for node in range(nodes, NODES):
+            assert self.roster.state(node) is not NodeState.ACTIVE or node in self.seated.values()
+
+    @rule(seat=node_numbers)
+    def release(self, seat):
+        """A seat that is to change hands does so, and only such a one."""
+        leaving, holder = self.roster.leaving, self.seated.get(seat)
+        self.obey(self.roster.release(seat))
+        assert (self.seated.get(seat) != holder) == (seat in leaving)
+        assert seat not in self.roster.leaving
 
     @rule()
     def share_out(self):
@@ -127,8 +136,15 @@ class Cluster(RuleBasedStateMachine):
     @invariant()
     def a_node_that_is_here_has_its_own_seat(self):
         for node in range(NODES):
-            if self.roster.state(node) is NodeState.ACTIVE:
-                assert self.seated.get(node) == node
+            if self.roster.state(node) is NodeState.ACTIVE and node < self.invited:
+                assert self.seated.get(node) == node or node in self.roster.leaving
+
+    @invariant()
+    def nobody_who_is_not_wanted_stays_for_ever(self):
+        here = [n for n in range(self.invited) if self.roster.state(n) is NodeState.ACTIVE]
+        for seat, node in self.seated.items():
+            if node >= self.invited and here:
+                assert seat in self.roster.leaving
 
 
 Cluster.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
@@ -144,8 +160,10 @@ def test_an_orphaned_seat_moves_after_a_while_and_goes_home_again():
     assert roster.tick(5.0, 0.0) == []
     roster.heard(1, 2, 21.0)
     assert roster.tick(21.5, 0.0) == [Seated(0, 1)]
-    back = roster.hello(0, "c", None, 22.0)
-    assert back == [Admit(0, 3), Unseated(0, 1, "it goes back to node 0", True, True), Seated(0, 0)]
+    assert roster.leaving == frozenset()
+    assert roster.hello(0, "c", None, 22.0) == [Admit(0, 3)]
+    assert roster.leaving == {0} and roster.holder(0) == 1, "until what is under way there is done"
+    assert roster.release(0) == [Unseated(0, 1, "node 0 is here", True, True), Seated(0, 0)]
     assert roster.history(0) == ["joined", "killed", "joined"]
 
 

@@ -37,13 +37,17 @@ class Ledger:
             assert batch.sequence[i] == self.sequence.get(slot, -1) + 1
             self.sequence[slot] = int(batch.sequence[i])
             if slot in self.last:
-                obs, incarnation = self.last[slot]
+                obs, incarnation, has_ended = self.last[slot]
                 if batch.incarnations[i] == incarnation:
                     assert np.array_equal(batch.obs[0, i], obs), "it goes on where it was"
                 else:
                     assert batch.episode_starts[0, i], "it was moved: a new episode"
+                    assert has_ended, "the fragment before truncated the old one"
                     self.moved += 1
-            self.last[slot] = (batch.last_obs[i].copy(), int(batch.incarnations[i]))
+            ended = bool(batch.terminations[-1, i] or batch.truncations[-1, i])
+            if ended:
+                assert [batch.num_steps - 1, i] in batch.final_at.tolist()
+            self.last[slot] = (batch.last_obs[i].copy(), int(batch.incarnations[i]), ended)
 
 
 @pytest.mark.parametrize(

@@ -229,9 +229,9 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
     def scale(self, nodes: int) -> None:
         """Run on so many nodes from now on, up to the backend's `max_nodes`. `num_envs` stays.
 
-        New nodes take over slots when they have come; those of nodes that leave move at once. A slot that moves begins
-        a new episode: a fragment that was under way is dropped and run again, so that the last one that was handed over
-        ends the episode, with its last observation to bootstrap from.
+        Slots move when the fragment under way is done, whose last row truncates their episodes (`final_obs` has what to
+        bootstrap from), or at once where none is. New nodes take over theirs when they have come; a node that is to go
+        goes when its last slot has moved.
         """
         self._refuse_closed("scale")
         self._pool.scale(nodes)

@@ -254,8 +254,17 @@ class RemoteCrew:
                     node = self._head.roster.holder(seat)
                     if node is not None:
                         self._head.node_gone(node, f"it broke the protocol: {error}")
+        if self._head.leaving:
+            self._release()
         while seats:
             self._seat_changed(seats.popleft())
+
+    def _release(self) -> None:
+        """Seats that are to change hands do so where no fragment is under way, nor a call. A step that is under way is
+        lost, as the next one would be."""
+        busy = {self._seat_of[worker] for (worker, _), asked in self._asked.items() if asked.brings != "rows"}
+        for seat in self._head.leaving - busy:
+            self._head.release(seat)
 
     def _seat_changed(self, change: Seated | Unseated) -> None:
         seat = change.seat
@@ -367,6 +376,10 @@ class RemoteCrew:
                 f"scale(nodes={nodes}): between 1 and {most}; the backend's max_nodes says how many there may be"
             )
         self._head.scale(nodes)
+        self._release()
+
+    def is_leaving(self, index: int) -> bool:
+        return self._seat_of[index] in self._head.leaving
 
     def is_running(self, index: int) -> bool:
         return index in self._running

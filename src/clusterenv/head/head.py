@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -154,6 +154,8 @@ class Head:
         self.offers: dict[tuple[int, int], Weights] = {}  # (seat, number)
         self._offered_at = [0.0] * len(node_keys)  # per seat
         self._pull_s: list[float | None] = [None] * len(node_keys)
+        self.leaving: frozenset[int] = frozenset()
+        """Seats that are to change hands; the crew says when (`release`)."""
         self.refusals: dict[int, str] = {}
         self.message_limit = 16 << 20
         self.bytes_sent = [0] * len(node_keys)
@@ -196,6 +198,12 @@ class Head:
     def scale(self, nodes: int) -> None:
         with self._mine:
             self._do(self.roster.scale(nodes, time.monotonic()))
+            self.leaving = self.roster.leaving
+
+    def release(self, seat: int) -> None:
+        """This seat may change hands now."""
+        with self._mine:
+            self._do(self.roster.release(seat))
 
     def share_out(self) -> None:
         """Begin with the nodes that are here: they take the others' seats until those come."""
@@ -319,7 +327,7 @@ class Head:
             if isinstance(item, Refuse):
                 self.refusals[item.node] = item.reason
                 self._say(peer, 0, Refused(item.reason, item.final))
-        self._do(item for item in done if not isinstance(item, Refuse))
+        self._do([item for item in done if not isinstance(item, Refuse)])
 
     def _mismatch(self, hello: Hello) -> str | None:
         pairs = [
@@ -350,7 +358,9 @@ class Head:
             if node in self._active:
                 self._do(self.roster.gone(node, reason, time.monotonic()))
 
-    def _do(self, instructions: Sequence[Instruction] | Iterator[Instruction]) -> None:
+    def _do(self, instructions: Sequence[Instruction]) -> None:
+        if instructions:
+            self.leaving = self.roster.leaving
         for item in instructions:
             if isinstance(item, Admit):
                 self._send(item.node, Welcome(item.session, self.timing.beat_s, self.timing.lease_s))

@@ -1,7 +1,8 @@
 """Who is here, and which seats they have. Pure: events and a clock go in, instructions come out.
 
 A node is known by its number, which its key proves. Seat i belongs to node i; while that node is away, another may have
-it. A session is one connection of one node: whatever comes of an older one is not listened to.
+it. A seat that is to change hands between nodes that are both here is *leaving*: whoever knows what is under way there
+says when (`release`). A session is one connection of one node: whatever comes of an older one is not listened to.
 """
 
 from __future__ import annotations
@@ -128,6 +129,14 @@ class Roster:
         return list(self._nodes[node].history)
 
     @property
+    def leaving(self) -> frozenset[int]:
+        """Seats that are to change hands as soon as it costs no work: their own node is here, or is not to be."""
+        here = self._here()
+        away = {seat for seat, holder in self._holder.items() if holder not in self._invited}
+        home = {seat for seat, holder in self._holder.items() if holder != seat and seat in here}
+        return frozenset(away | home if here else ())
+
+    @property
     def missing(self) -> list[int]:
         return [i for i in self._invited if self._nodes[i].state is not NodeState.ACTIVE]
 
@@ -140,14 +149,15 @@ class Roster:
             self._note(node, f"refused: {mismatch}")
             return [Refuse(number, mismatch, True)]
         if number not in self._invited:
-            return [Refuse(number, f"the run has {len(self._invited)} nodes now, without node {number}", True)]
+            refusal = Refuse(number, f"the run has {len(self._invited)} nodes now, without node {number}", True)
+            return [refusal, *self.gone(number, "its connection ended", now)]
         done: list[Instruction] = []
         if node.state is NodeState.ACTIVE:
             if node.instance != instance:
                 if now - node.heard_at < self._dead_after_s / 2:
                     return [Refuse(number, f"node {number} is here already, with the same key", True)]
                 return [Refuse(number, f"node {number} was here a moment ago; come again", False)]
-            done += self._unseat(node, number, "it came back with a new connection", False, now)
+            done += self._unseat(node, number, "it came back with a new connection", now)
         self._move(node, "hello", "joined")
         self._sessions += 1
         node.instance, node.session, node.heard_at, node.asked = instance, self._sessions, now, 0
@@ -166,7 +176,10 @@ class Roster:
         """Its connection ended, its job ended, or it said goodbye; of one that is lost: its replacement ended."""
         node = self._nodes[number]
         if number not in self._invited:
-            return []
+            if node.state is not NodeState.ACTIVE:
+                return []
+            self._move(node, "gone", reason)
+            return [*self._unseat(node, number, reason, now), Dismiss(number), *self._place(now)]
         if node.state is not NodeState.ACTIVE:
             if node.state is NodeState.AWAITED or now - node.asked_at < min(_ASK_AGAIN_S * 2**node.asked, _ASK_MOST_S):
                 return []
@@ -175,7 +188,7 @@ class Roster:
             return [Replace(number, reason, "node_asked_again")]
         self._move(node, "gone", reason)
         node.asked_at = now
-        return [*self._unseat(node, number, reason, False, now), Replace(number, reason)]
+        return [*self._unseat(node, number, reason, now), Replace(number, reason), *self._place(now)]
 
     def tick(self, now: float, listening_since: float) -> list[Instruction]:
         """Time passes. Silence counts only while the head itself was listening."""
@@ -187,24 +200,33 @@ class Roster:
         return done + self._place(now)
 
     def scale(self, nodes: int, now: float) -> list[Instruction]:
-        """From now on the first so many take part. Seats of the others move at once, those of new ones as they come."""
+        """From now on the first so many take part; of the others, each goes when its last seat has left."""
         before, self._invited = self._invited, range(nodes)
         done: list[Instruction] = []
         for number in before[nodes:]:
-            node = self._nodes[number]
-            if node.state is NodeState.ACTIVE:
-                self._move(node, "gone", "scaled down")
-                done += self._unseat(node, number, "the run needs fewer nodes", False, now, is_moved=True)
-            done.append(Dismiss(number))
-        done += [Replace(number, "the run needs more nodes", "node_invited") for number in self._invited[len(before) :]]
+            done += self._dismiss(number)
+        for number in self._invited[len(before) :]:
+            if self.state(number) is not NodeState.ACTIVE:
+                done.append(Replace(number, "the run needs more nodes", "node_invited"))
         return done + self._place(now)
+
+    def release(self, seat: int) -> list[Instruction]:
+        """Nothing is under way at this seat, which is leaving: now it does."""
+        if seat not in self.leaving:
+            return []
+        here, number = self._here(), self._holder.pop(seat)
+        self._nodes[number].seats.discard(seat)
+        to = seat if seat in here else self._least(here)
+        reason = f"node {seat} is here" if to == seat else "the run needs fewer nodes"
+        done: list[Instruction] = [Unseated(seat, number, reason, True, is_moved=True), self._seat(seat, to)]
+        return done if number in self._invited else done + self._dismiss(number)
 
     def share_out(self, now: float) -> list[Instruction]:
         """Every seat to somebody who is here, also those whose own nodes have never come."""
         done = self._place(now)
-        active = [i for i, node in enumerate(self._nodes) if node.state is NodeState.ACTIVE]
-        if active:
-            done += [self._seat(seat, self._least(active)) for seat in sorted(self._empty_since)]
+        here = self._here()
+        if here:
+            done += [self._seat(seat, self._least(here)) for seat in sorted(self._empty_since)]
         return done
 
     # -- inside -----------------------------------------------------------------------------------------------
@@ -216,34 +238,38 @@ class Roster:
     def _note(self, node: _Node, text: str) -> None:
         node.history = [*node.history[-19:], text]
 
-    def _unseat(
-        self, node: _Node, number: int, reason: str, is_there: bool, now: float, is_moved: bool = False
-    ) -> list[Instruction]:
+    def _here(self) -> list[int]:
+        return [i for i in self._invited if self._nodes[i].state is NodeState.ACTIVE]
+
+    def _dismiss(self, number: int) -> list[Instruction]:
+        """A node that is not wanted any more, unless it still has a seat."""
+        node = self._nodes[number]
+        if node.seats:
+            return []
+        if node.state is NodeState.ACTIVE:
+            self._move(node, "gone", "scaled down")
+        return [Dismiss(number)]
+
+    def _unseat(self, node: _Node, number: int, reason: str, now: float) -> list[Instruction]:
         seats, node.seats = sorted(node.seats), set()
         for seat in seats:
             del self._holder[seat]
         self._empty_since.update(dict.fromkeys(seats, now))
-        return [Unseated(seat, number, reason, is_there, is_moved) for seat in seats]
+        return [Unseated(seat, number, reason, False) for seat in seats]
 
     def _place(self, now: float) -> list[Instruction]:
-        """Every seat to its own node if it is here; else, after a while, to whoever has fewest."""
+        """Every empty seat to its own node if it is here; else, after a while, to whoever has fewest."""
         done: list[Instruction] = []
-        active = [i for i, node in enumerate(self._nodes) if node.state is NodeState.ACTIVE]
-        for seat in range(len(self._nodes)):
-            holder = self.holder(seat)
-            if holder == seat or not active:
-                continue
-            if seat in active:
-                if holder is not None:
-                    self._nodes[holder].seats.discard(seat)
-                    done.append(Unseated(seat, holder, f"it goes back to node {seat}", True, is_moved=True))
+        here = self._here()
+        for seat in sorted(self._empty_since):
+            if seat in here:
                 done.append(self._seat(seat, seat))
-            elif holder is None and self._may_move(seat, now):
-                done.append(self._seat(seat, self._least(active)))
+            elif here and self._may_move(seat, now):
+                done.append(self._seat(seat, self._least(here)))
         return done
 
-    def _least(self, active: list[int]) -> int:
-        return min(active, key=lambda i: (len(self._nodes[i].seats), i))
+    def _least(self, here: list[int]) -> int:
+        return min(here, key=lambda i: (len(self._nodes[i].seats), i))
 
     def _may_move(self, seat: int, now: float) -> bool:
         if seat not in self._was_seated:

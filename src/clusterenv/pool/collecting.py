@@ -16,6 +16,7 @@ from clusterenv.errors import DeadlineError, PolicyError
 from clusterenv.policy.families import Family
 from clusterenv.policy.named import Named
 from clusterenv.pool.arena import Arena, ArenaLayout, Side
+from clusterenv.pool.cut import cut
 from clusterenv.pool.layout import Buffers, Layout, leaves_of
 from clusterenv.pool.messages import (
     Episode,
@@ -59,6 +60,7 @@ class Host(Protocol):
     def turn(self, deadline: float | None) -> None: ...
     def tell(self, worker: int, message: Any) -> None: ...
     def bring_back(self, worker: int) -> bool: ...
+    def is_leaving(self, worker: int) -> bool: ...
     def replies(self, requests: dict[int, int]) -> list[Reply]: ...
     def incarnations(self, slots: list[int]) -> list[int]: ...
     def collected(self, slots: list[int], stepped: Any) -> None: ...
@@ -194,7 +196,7 @@ class FragmentDesk:
         return self._arena.sides[index]
 
     def can_run(self, worker: int) -> bool:
-        return self._host.bring_back(worker)
+        return not self._host.is_leaving(worker) and self._host.bring_back(worker)
 
     def turn(self, deadline: float | None) -> None:
         self._host.turn(deadline)
@@ -288,6 +290,19 @@ class FragmentDesk:
             self._stale.discard(worker)
         else:
             self._done[worker] = result
+
+    def moved(self, worker: int) -> None:
+        """It has finished what was asked, and its slots go on elsewhere."""
+        result = self._done.get(worker)
+        if self._stream is not None:
+            self._stream.cut(worker)
+        elif self._started and result is not None:
+            self._done[worker] = self.cut(worker, self._side, result)
+        self.lost(worker)
+
+    def cut(self, worker: int, side: int, result: FragmentResult) -> FragmentResult:
+        slots = self._host.slots_of[worker]
+        return cut(self.side(side), slots[0], len(slots), result)
 
     def lost(self, worker: int) -> None:
         """The worker died; its replacement knows nothing."""

@@ -107,6 +107,9 @@ class InlineCrew:
     def scale(self, nodes: int) -> None:
         raise UsageError("scale() is for backends with nodes: this one has none")
 
+    def is_leaving(self, index: int) -> bool:
+        return False
+
     def is_running(self, index: int) -> bool:
         return True
 

@@ -483,7 +483,7 @@ class Pool:
         self._open[worker].clear()
         now = time.monotonic()
         self._losses.worker_gone(worker, slots, now)  # whatever is raised below, a later reset() finds the worker
-        self.desk.lost(worker)
+        (self.desk.moved if exit.is_moved else self.desk.lost)(worker)
         if at_fault is not None and not exit.is_moved and not rows.proven[at_fault]:
             rows.awaited[slots] = False
             rows.started[slots] = False
@@ -603,6 +603,9 @@ class Pool:
                 losses.lost.pop(slot, None)
                 self._rows.adopt(slot)
         return worker not in losses.respawn and not any(slot in losses.gone for slot in self.slots_of[worker])
+
+    def is_leaving(self, worker: int) -> bool:
+        return self._crew.is_leaving(worker)
 
     def collected(self, slots: list[int], stepped: Any) -> None:
         self._rows.collected(slots, stepped)

@@ -369,6 +369,9 @@ class ProcessCrew:
     def scale(self, nodes: int) -> None:
         raise UsageError("scale() is for backends with nodes: this one has none")
 
+    def is_leaving(self, index: int) -> bool:
+        return False
+
     def is_running(self, index: int) -> bool:
         return index in self._links
 

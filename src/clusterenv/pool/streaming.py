@@ -66,6 +66,14 @@ class FragmentStream:
         """The learner has copied it: its place is free."""
         self._free[item.worker].append(item.side)
 
+    def cut(self, worker: int) -> None:
+        """The worker's slots go on elsewhere: the last fragment that nobody has taken yet ends their episodes."""
+        for i in reversed(range(len(self._arrived))):
+            item = self._arrived[i]
+            if item.worker == worker:
+                self._arrived[i] = item._replace(result=self._desk.cut(worker, item.side, item.result))
+                return
+
     def took(self, worker: int, result: FragmentResult) -> int:
         """A fragment arrived; returns the side on which it lies."""
         side, incarnations = self._flying[worker].popleft()
