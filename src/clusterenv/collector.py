@@ -20,10 +20,12 @@ from clusterenv.batch import Evaluation, Receipt, Rollout, map_arrays
 from clusterenv.code import dumps
 from clusterenv.errors import PolicyError, UsageError
 from clusterenv.events import Event, emit
-from clusterenv.policy import as_policy, codec
+from clusterenv.policy import as_policy
+from clusterenv.policy.codec import encode
 from clusterenv.policy.exchange import Exchange
 from clusterenv.policy.families import Uniform
 from clusterenv.policy.named import named
+from clusterenv.policy.packing import Codec
 from clusterenv.policy.publisher import REPLAY
 from clusterenv.policy.sync import Always, Rule
 from clusterenv.pool import Pool
@@ -66,6 +68,7 @@ class Collector:
         seed: int | None = None,
         on_loss: Literal["rerun", "mask"] = "rerun",
         prefetch: bool = False,
+        codec: Codec = "fp32",
     ) -> None:
         if on_loss not in ("rerun", "mask"):
             raise UsageError(f'collector(on_loss={on_loss!r}): choose "rerun" or "mask"')
@@ -86,7 +89,7 @@ class Collector:
         travels = recipe if envs.allow_pickle else named(self._policy)
         self._attached = Attached(travels, prepared.family, prepared.mask, own_seed, tuple(info_keys))
         rule = Always() if sync is None else sync
-        self._exchange = Exchange(self._policy, recipe, prepared.family, rule, max(self._pool.node_of) + 1)
+        self._exchange = Exchange(self._policy, recipe, prepared.family, rule, max(self._pool.node_of) + 1, codec)
         self._is_recurrent = prepared.is_recurrent
         workers = len(self._pool.slots_of)
         self._tally = Tally(workers)
@@ -270,11 +273,11 @@ class Collector:
         verdict = self._exchange.consider(node, max_lag)
         self._tally.considering_s += time.perf_counter() - begin
         if verdict.pull:
-            version, data = self._exchange.pull(node)
-            desk.offer(node, version, data)
+            pulled = self._exchange.pull(node)
+            desk.offer(node, pulled.version, pulled.weights, pulled.packed, self._exchange.keeps)
             its = [slots for slots, at in zip(self._pool.slots_of, self._pool.node_of, strict=True) if at == node]
             event = Event(
-                "pull", f"version {version}: {verdict.reason}", tuple(slot for slots in its for slot in slots)
+                "pull", f"version {pulled.version}: {verdict.reason}", tuple(slot for slots in its for slot in slots)
             )
             self._pool.events.add(event, level=logging.DEBUG)
 
@@ -356,15 +359,15 @@ class Collector:
         if agent is not None and agent is not self.agent:
             policy = as_policy(agent)
             policy.prepare(self._envs.single_observation_space, self._envs.single_action_space)
-            other = codec.encode(policy.weights())
+            other = encode(policy.weights())
         self.publish()
         self._offer_all()
-        newest = self._exchange.publisher.snapshot()
+        self._exchange.publisher.snapshot()
         others: dict[int, bytes] = {}
         for node, holding in enumerate(self._exchange.holdings):
             if other is not None:
                 others[node] = other
-            elif holding.version != newest:  # the rule puts up with older weights: not here
+            elif holding.weights != self._exchange.publisher.data:  # good enough to act with, but not here
                 others[node] = self._exchange.publisher.data
             holding.evaluation_bytes += len(others.get(node, b""))
         played = self._pool.desk.evaluate(episodes, seed, deterministic, record, policy.knobs(), others)

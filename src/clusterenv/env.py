@@ -24,6 +24,7 @@ from clusterenv.collector import Collector
 from clusterenv.errors import ClosedError, PolicyError, SpecError, UsageError, WorkerLostError
 from clusterenv.events import Event, EventLog
 from clusterenv.policy import is_agent
+from clusterenv.policy.packing import Codec
 from clusterenv.policy.sync import Rule
 from clusterenv.pool.messages import Acted
 from clusterenv.pool.pool import Pool, Rows
@@ -307,6 +308,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         seed: int | None = None,
         on_loss: Literal["rerun", "mask"] = "rerun",
         prefetch: bool = False,
+        codec: Codec = "fp32",
     ) -> Collector:
         """Attach a policy: the workers act with it, and `rollout` brings back what happened.
 
@@ -317,6 +319,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             seed: of the random streams with which actions are sampled, and of the first reset.
             on_loss: what becomes of a dead worker's unfinished fragment: run again, or its columns flagged invalid.
             prefetch: begin the next rollout at once, under the weights at hand, while the learner works.
+            codec: how weights travel: "fp32"; "fp16"; "int8" or "int4", steps from those that the node has; "auto", the
+                smallest of these that changes the policy by at most a quarter of what `sync` puts up with.
 
         Example:
             >>> import torch, clusterenv as ce
@@ -328,7 +332,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         """
         self._refuse_closed("collector")
         collector = Collector(
-            self, agent, sync=sync, info_keys=info_keys, seed=seed, on_loss=on_loss, prefetch=prefetch
+            self, agent, sync=sync, info_keys=info_keys, seed=seed, on_loss=on_loss, prefetch=prefetch, codec=codec
         )
         if self._resumed is not None:
             collector.load_state_dict(self._resumed)

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import msgspec
 from gymnasium.vector import AutoresetMode
 
-from clusterenv.errors import ClusterEnvError
+from clusterenv.errors import ClusterEnvError, PolicyError
 from clusterenv.events import emit
+from clusterenv.policy.packing import unpack
 from clusterenv.pool.arena import Arena, ArenaLayout
 from clusterenv.pool.crew import Exit
 from clusterenv.pool.layout import Buffers, Layout
@@ -63,6 +64,7 @@ class _Pulling:
     def __init__(self, offer: Offer) -> None:
         self.offer = offer
         self.asked = self.got = self.checksum = 0
+        self.whole = bytearray() if offer.is_packed or offer.keep else None
 
 
 class Seat:
@@ -92,6 +94,7 @@ class Seat:
         self._ring = -1
         self._waiting: deque[tuple[Any, list[Any]]] = deque()  # behind weights that are still to come
         self._pulling: _Pulling | None = None
+        self._base = (0, b"")  # an offer whose weights are kept, and they
         self._buffers: Buffers | None = None
         self._block: Block | None = None
         self._arena: Arena | None = None
@@ -121,7 +124,11 @@ class Seat:
         self._crew.kill(self._local[worker])
 
     def offer(self, offer: Offer) -> None:
-        self._waiting.append((offer, []))
+        if self._pulling is not None and self._pulling.offer.offer == offer.offer:  # the same, in another form
+            self._pulling = None
+            self._waiting.appendleft((offer, []))
+        else:
+            self._waiting.append((offer, []))
         self._go_on()
 
     def chunk(self, chunk: Chunk, data: Any) -> None:
@@ -130,7 +137,10 @@ class Seat:
             return
         pulling.got += len(data)
         self._ask(pulling)
-        self._crew.put_weights(0, data, pulling.offer.place + chunk.at)
+        if not pulling.offer.is_packed:
+            self._crew.put_weights(0, data, pulling.offer.place + chunk.at)
+        if pulling.whole is not None:
+            pulling.whole += data
         pulling.checksum = zlib.crc32(data, pulling.checksum)
         if pulling.got >= pulling.offer.size:
             self._arrived(pulling)
@@ -149,9 +159,26 @@ class Seat:
             self._pulling = _Pulling(offer)
             self._ask(self._pulling)
             return
+        if pulling.whole is not None and not self._keep(offer, bytes(pulling.whole)):
+            self._send(Pull(self.number, offer.offer, 0, -1), ())
+            return
         self._send(Pull(self.number, offer.offer, offer.size, 0), ())
         self._pulling = None
         self._go_on()
+
+    def _keep(self, offer: Offer, data: bytes) -> bool:
+        """Weights that are packed, or that others will be steps from. False: they do not fit what is here."""
+        if offer.is_packed:
+            number, base = self._base
+            try:
+                data = unpack(data, base if offer.base == number and number else None)
+            except PolicyError as error:
+                emit(logging.WARNING, f"{error}: asking for the whole")
+                return False
+            self._crew.put_weights(0, data, offer.place)
+        if offer.keep:
+            self._base = (offer.offer, data)
+        return True
 
     def tell(self, tell: Tell, frames: list[Any]) -> None:
         self._waiting.append((tell, frames))

@@ -75,6 +75,17 @@ class _Asked(NamedTuple):
 _ROWS = _Asked("rows", 0, 0)
 
 
+class _Put(NamedTuple):
+    """Weights that a seat is to have, at some place of its memory."""
+
+    number: int
+    data: bytes
+    packed: bytes | None
+    base: int
+    """`packed` are steps from this one."""
+    keep: bool
+
+
 class RemoteCrew:
     is_inline = False
 
@@ -122,8 +133,10 @@ class RemoteCrew:
         self._running: set[int] = set()
         self._asked: dict[tuple[int, int], _Asked] = {}  # by (worker, request); what is not here is not listened to
         self._rung_at: dict[int, int] = {}  # seat → the whole step that it was asked for
-        self._weights: list[dict[int, Weights]] = [{} for _ in self._workers]  # per seat: place → what lies there
+        self._weights: list[dict[int, _Put]] = [{} for _ in self._workers]  # per seat: place → what lies there
         self._offered: list[set[int]] = [set() for _ in self._workers]  # places whose weights were offered
+        self._kept = [0] * len(self._workers)  # per seat: the last that others are packed against
+        self._has = [0] * len(self._workers)  # per seat: the last such that was offered to who is there now
         self._offers = 0
         self._summed = (b"", 0)  # weights, and their checksum
         self._buffers: Buffers | None = None
@@ -143,6 +156,7 @@ class RemoteCrew:
         if seat not in self._hosted:
             self._hosted.add(seat)
             self._offered[seat].clear()
+            self._has[seat] = 0
             self._head.send(seat, self._hosts[seat], [self._payload])
             for kind, layout in self._layouts:
                 self._head.send(seat, kind(seat), [layout])
@@ -170,21 +184,28 @@ class RemoteCrew:
         for seat in self._hosted:
             self._head.send(seat, kind(seat), [data])
 
-    def put_weights(self, node: int, data: bytes, offset: int) -> None:
+    def put_weights(self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False) -> None:
         self._offers += 1
-        if data is not self._summed[0]:  # one snapshot goes to every node
-            self._summed = (data, zlib.crc32(data))
-        self._weights[node][offset] = Weights(self._offers, data, self._summed[1])
+        self._weights[node][offset] = _Put(self._offers, data, packed, self._kept[node] if keep else 0, keep)
         self._offered[node].discard(offset)
+        if keep:
+            self._kept[node] = self._offers
 
     def _offer(self, seat: int, place: int) -> None:
         """Weights travel when a worker is told to load them, and to each machine once."""
         if place in self._offered[seat]:
             return
         self._offered[seat].add(place)
-        weights = self._weights[seat][place]
-        self._head.offer(seat, weights, list(self._weights[seat].values()))
-        self._head.send(seat, Offer(seat, weights.number, place, len(weights.data), weights.checksum))
+        put = self._weights[seat][place]
+        fits = put.packed is not None and put.base == self._has[seat]
+        data = put.packed if put.packed is not None and fits else put.data
+        if data is not self._summed[0]:  # one snapshot goes to every node
+            self._summed = (data, zlib.crc32(data))
+        base = put.base if fits else 0
+        offer = Offer(seat, put.number, place, len(data), self._summed[1], fits, base, put.keep)
+        self._head.offer(Weights(offer, data, put.data), {kept.number for kept in self._weights[seat].values()})
+        if put.keep:
+            self._has[seat] = put.number
 
     # -- messages ---------------------------------------------------------------------------------------------
 

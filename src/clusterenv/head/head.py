@@ -13,11 +13,13 @@ import os
 import sys
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import gymnasium
+import msgspec
 import zmq
 
 from clusterenv._version import __version__
@@ -33,6 +35,7 @@ from clusterenv.protocol.messages import (
     FromNode,
     Hello,
     Leave,
+    Offer,
     Pull,
     Refused,
     Welcome,
@@ -68,9 +71,10 @@ DEFAULT = Timing()
 class Weights(NamedTuple):
     """What a seat may pull."""
 
-    number: int
+    offer: Offer
     data: bytes
-    checksum: int
+    whole: bytes
+    """The same, if that is packed."""
 
 
 class _Peer:
@@ -187,13 +191,14 @@ class Head:
             node = self.roster.holder(seat)
             return node is not None and self._send(node, message, payload)
 
-    def offer(self, seat: int, weights: Weights, keep: Sequence[Weights]) -> None:
-        """These weights may be pulled by this seat, and those of `keep`; no others."""
+    def offer(self, weights: Weights, keep: set[int]) -> None:
+        """These weights may be pulled by their seat, and those with the numbers `keep`; no others."""
         with self._mine:
-            numbers = {kept.number for kept in keep}
-            self.offers = {key: kept for key, kept in self.offers.items() if key[0] != seat or key[1] in numbers}
-            self.offers[seat, weights.number] = weights
+            seat = weights.offer.seat
+            self.offers = {key: kept for key, kept in self.offers.items() if key[0] != seat or key[1] in keep}
+            self.offers[seat, weights.offer.offer] = weights
             self._offered_at[seat] = time.monotonic()
+            self.send(seat, weights.offer)
 
     def scale(self, nodes: int) -> None:
         with self._mine:
@@ -396,6 +401,9 @@ class Head:
 
     def _give(self, pull: Pull) -> None:
         weights = self.offers.get((pull.seat, pull.offer))
+        if weights is not None and pull.size < 0:
+            self._give_whole(weights)
+            return
         if weights is None or not 0 <= pull.at <= pull.at + pull.size <= len(weights.data):
             self.dropped += 1
             return
@@ -408,6 +416,15 @@ class Head:
         for at in range(pull.at, end, CHUNK):
             piece = memoryview(weights.data)[at : min(at + CHUNK, end)]
             self._send(node, Chunk(pull.seat, pull.offer, at), [piece])
+
+    def _give_whole(self, weights: Weights) -> None:
+        plain = {"size": len(weights.whole), "checksum": zlib.crc32(weights.whole), "is_packed": False, "base": 0}
+        offer = msgspec.structs.replace(weights.offer, **plain)
+        emit(logging.WARNING, f"seat {offer.seat} could not unpack its weights: it gets them whole")
+        self.offers[offer.seat, offer.offer] = Weights(offer, weights.whole, weights.whole)
+        node = self.roster.holder(offer.seat)
+        assert node is not None
+        self._send(node, offer)
 
     def stats(self) -> dict[str, Any]:
         """Bytes of frames: encryption adds 42 to each at most, and Ethernet, IP and TCP 66 to each packet."""

@@ -98,6 +98,14 @@ class DriftTable:
                 self._known[version] = measured
         return self._known[version]
 
+    def distance(self, version: int, forward: Callable[[Any], Any], knobs: dict[str, Any]) -> Drift | None:
+        """Of another policy from the newest, over states that `version` visited; None where none is known."""
+        reservoir = self._reservoirs.get(version)
+        if reservoir is None:
+            return None
+        obs = _stack(reservoir.obs)
+        return _drift(self._measure(forward(obs), self._forward(obs), knobs))
+
     def _measured(self, version: int, knobs: dict[str, Any]) -> Drift | None:
         reservoir = self._reservoirs.get(version)
         if reservoir is not None:
@@ -108,9 +116,12 @@ class DriftTable:
                 return None
             obs = _stack(self._reservoirs[newest].obs)
             old = self._forward_of(version, obs)
-        values = self._measure(old, self._forward(obs), knobs)
-        spread = float(values.std(ddof=1)) if len(values) > 1 else 0.0
-        return Drift(float(values.mean()), spread / len(values) ** 0.5, len(values))
+        return _drift(self._measure(old, self._forward(obs), knobs))
+
+
+def _drift(values: Any) -> Drift:
+    spread = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    return Drift(float(values.mean()), spread / len(values) ** 0.5, len(values))
 
 
 def _stack(rows: list[Any]) -> Any:

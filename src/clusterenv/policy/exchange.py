@@ -8,17 +8,29 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from clusterenv.errors import SpecError
 from clusterenv.policy.base import Policy
+from clusterenv.policy.codec import digest
 from clusterenv.policy.families import Family
+from clusterenv.policy.packing import CODECS, Codec, Packed, pack, takes_steps
 from clusterenv.policy.publisher import Publisher
-from clusterenv.policy.sync import Decision, Rule, Standing, decide, fit, wants_drift
+from clusterenv.policy.sync import APS, Decision, Rule, Standing, decide, fit, wants_drift
 
-__all__ = ["Exchange", "Holding"]
+__all__ = ["Exchange", "Holding", "Pulled"]
 
 
 _NOTHING = Standing(-1, -1, None, None)
+
+
+class Pulled(NamedTuple):
+    """What a node gets."""
+
+    version: int
+    weights: bytes
+    packed: bytes | None
+    """In which form they travel, if not as they are."""
 
 
 @dataclass
@@ -26,9 +38,13 @@ class Holding:
     """One node: what it has, and what went to it and came from it."""
 
     version: int = -1
+    weights: bytes = b""
+    """What it acts with: near to that version where they travel packed."""
     standing: Standing = _NOTHING
     drift_at_pull: float | None = None
     pulls: int = 0
+    forms: Counter[str] = field(default_factory=Counter)
+    """Codec → how many pulls."""
     weight_bytes: int = 0
     evaluation_bytes: int = 0
     """Weights that went only to be evaluated."""
@@ -44,6 +60,7 @@ class Holding:
             "drift_se": self.standing.drift_se,
             "drift_at_pull": self.drift_at_pull,
             "pulls": self.pulls,
+            "forms": dict(self.forms),
             "weight_bytes": self.weight_bytes,
             "evaluation_bytes": self.evaluation_bytes,
             "drift_bytes": self.drift_bytes,
@@ -55,20 +72,32 @@ class Holding:
 class Exchange:
     """The versions of one policy, and the nodes that act with them."""
 
-    def __init__(self, policy: Policy, recipe: bytes, family: Family, rule: Rule, nodes: int) -> None:
+    def __init__(
+        self, policy: Policy, recipe: bytes, family: Family, rule: Rule, nodes: int, codec: Codec = "fp32"
+    ) -> None:
+        if codec not in CODECS:
+            raise SpecError(f"codec={codec!r}: choose one of {', '.join(CODECS)}")
         self.rule = fit(rule, family)
+        self.codec = codec
         self.publisher = Publisher(policy, recipe, family)
         self.holdings = [Holding() for _ in range(nodes)]
         self._policy = policy
+        self._packed: dict[str, tuple[str, Packed | None]] = {}  # by what a node has: those that have the same share it
+        self._packed_for = -1
 
     @property
     def measures_drift(self) -> bool:
-        return wants_drift(self.rule)
+        return wants_drift(self.rule) or self.codec == "auto"
+
+    @property
+    def keeps(self) -> bool:
+        """Nodes are to keep what they get: later weights come as steps from it."""
+        return self.codec == "auto" or takes_steps(self.codec)
 
     def forget(self) -> None:
         """The nodes have another policy now."""
         for holding in self.holdings:
-            holding.version = -1
+            holding.version, holding.weights = -1, b""
 
     def stand(self, node: int) -> Standing:
         """How the version that the node has stands to the newest."""
@@ -89,20 +118,47 @@ class Exchange:
             return Decision(True, f"{holding.standing.lag} versions behind, max_staleness={max_lag}")
         return decide(self.rule, holding.standing)
 
-    def pull(self, node: int) -> tuple[int, bytes]:
+    def pull(self, node: int) -> Pulled:
         """The newest version and its weights, for this node."""
         holding, publisher = self.holdings[node], self.publisher
-        holding.version = publisher.snapshot()
+        version = publisher.snapshot()
+        form, packed = self._pack(holding)
+        data = publisher.data if packed is None else packed.data
+        holding.version, holding.weights = version, publisher.data if packed is None else packed.weights
         holding.drift_at_pull = holding.standing.drift
-        holding.standing = Standing(holding.version, holding.version, 0.0, 0.0)
+        holding.standing = Standing(version, version, 0.0, 0.0)
         holding.pulls += 1
-        holding.weight_bytes += len(publisher.data)
-        self.keep_what_is_held()
-        return holding.version, publisher.data
+        holding.forms[form] += 1
+        holding.weight_bytes += len(data)
+        self.publisher.keep({holding.version: holding.weights for holding in self.holdings if holding.version >= 0})
+        return Pulled(version, holding.weights, None if packed is None else data)
 
-    def keep_what_is_held(self) -> None:
-        """Versions that no node has any more are forgotten."""
-        self.publisher.keep({holding.version for holding in self.holdings})
+    def _pack(self, holding: Holding) -> tuple[str, Packed | None]:
+        """The smallest form of the newest weights that will do for this node."""
+        if self.codec == "fp32":
+            return "fp32", None
+        latest = self.publisher.version
+        if self._packed_for != latest:
+            self._packed_for, self._packed = latest, {}
+        name = digest(holding.weights) if holding.weights else ""
+        if name not in self._packed:
+            self._packed[name] = self._smallest(holding)
+        return self._packed[name]
+
+    def _smallest(self, holding: Holding) -> tuple[str, Packed | None]:
+        base = holding.weights or None
+        forms = ("int4", "int8", "fp16") if self.codec == "auto" else (self.codec,)
+        for form in forms:
+            packed = pack(form, self.publisher.data, base)
+            if packed is not None and (self.codec != "auto" or self._is_near(packed.weights, holding.version)):
+                return form, packed
+        return "fp32", None
+
+    def _is_near(self, weights: bytes, version: int) -> bool:
+        """What is lost in packing is at most a quarter of the drift that the rule puts up with."""
+        rule = self.rule if isinstance(self.rule, APS) else APS()
+        left = self.publisher.distance(weights, version, self._policy.knobs())
+        return left is not None and left.mean + rule.z * left.se <= rule.delta / 4
 
     def delivered(self, node: int, version: int) -> Standing:
         """A fragment acted by `version` is handed to the learner; returns how stale it is."""

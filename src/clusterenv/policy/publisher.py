@@ -81,12 +81,15 @@ class Publisher:
         self.snapshot()
         return self._table.drift(version, self.version, knobs)
 
-    def keep(self, versions: set[int]) -> None:
-        """Which versions workers have; others are forgotten."""
-        self._kept = {v: data for v, data in self._kept.items() if v in versions}
-        if self.version in versions:
-            self._kept[self.version] = self.data
-        self._table.keep(versions)
+    def distance(self, weights: bytes, version: int, knobs: dict[str, Any]) -> Drift | None:
+        """Of these weights from the newest, over states that `version` visited; None where none is known."""
+        self.snapshot()
+        return self._table.distance(version, lambda rows: self._run(-2, weights, rows), knobs)
+
+    def keep(self, held: dict[int, bytes]) -> None:
+        """Which versions nodes have, and their weights; others are forgotten."""
+        self._kept = held
+        self._table.keep(set(held))
 
     def _forward_newest(self, rows: Any) -> Any:
         return self._run(self.version, self.data, rows)
@@ -98,7 +101,7 @@ class Publisher:
         if self._probe is None:
             self._probe = pickle.loads(self._recipe).build()  # a copy of its own: the learner's module is not touched
         actor: Actor = self._probe
-        if self._loaded != version:
+        if self._loaded != version or version < 0:
             actor.load(codec.decode(data))
             self._loaded = version
         params = _replay(actor, rows) if "state" in rows else _forward(actor, rows["obs"])

@@ -65,7 +65,9 @@ class Host(Protocol):
     def incarnations(self, slots: list[int]) -> list[int]: ...
     def collected(self, slots: list[int], stepped: Any) -> None: ...
     def allocate_arena(self, layout: ArenaLayout) -> Any: ...
-    def put_weights(self, node: int, data: bytes, offset: int) -> None: ...
+    def put_weights(
+        self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False
+    ) -> None: ...
 
 
 class FragmentDesk:
@@ -100,12 +102,15 @@ class FragmentDesk:
         self._epoch += 1
         self._weights = [(-1, 0, 0)] * len(self._weights)
 
-    def offer(self, node: int, version: int, data: bytes) -> None:
+    def offer(self, node: int, version: int, data: bytes, packed: bytes | None = None, keep: bool = False) -> None:
         """Weights of a new version for one machine; its workers load them before their next fragment."""
-        self._weights[node] = (version, self._put(node, data, None), len(data))
+        offset = self._shelves[node].place(len(data), None)
+        self._host.put_weights(node, data, offset, packed, keep)
+        self._weights[node] = (version, offset, len(data))
 
-    def _put(self, node: int, data: bytes, keep: int | None) -> int:
-        offset = self._shelves[node].place(len(data), keep)
+    def _put(self, node: int, data: bytes) -> int:
+        """Beside what the machine has."""
+        offset = self._shelves[node].place(len(data), self._weights[node][1])
         self._host.put_weights(node, data, offset)
         return offset
 
@@ -221,7 +226,7 @@ class FragmentDesk:
             host.turn(None)
         for worker in workers:
             self._tell_policy(worker)
-        places = {node: self._put(node, data, keep=self._weights[node][1]) for node, data in others.items()}
+        places = {node: self._put(node, data) for node, data in others.items()}
         for worker in workers:
             node = host.node_of[worker]
             if node in others:

@@ -72,7 +72,7 @@ class InlineCrew:
             memory.arena = arena
         return arena
 
-    def put_weights(self, node: int, data: bytes, offset: int) -> None:
+    def put_weights(self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False) -> None:
         """A worker is a node of its own here."""
         memory = self._memory[node]
         held = memory.weight_bytes

@@ -586,8 +586,8 @@ class Pool:
     def allocate_arena(self, layout: ArenaLayout) -> Any:
         return self._crew.allocate_arena(layout)
 
-    def put_weights(self, node: int, data: bytes, offset: int) -> None:
-        self._crew.put_weights(node, data, offset)
+    def put_weights(self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False) -> None:
+        self._crew.put_weights(node, data, offset, packed, keep)
 
     def incarnations(self, slots: list[int]) -> list[int]:
         return [self._lives.incarnations[slot] for slot in slots]

@@ -182,7 +182,9 @@ class ProcessCrew:
         self._fragments = mmap.mmap(self._shared.fragments, 0)
         return self._fragments
 
-    def put_weights(self, node: int, data: bytes | memoryview, offset: int) -> None:
+    def put_weights(
+        self, node: int, data: bytes | memoryview, offset: int, packed: bytes | None = None, keep: bool = False
+    ) -> None:
         """Write weights where workers can read them; the file grows as needed."""
         view = memoryview(data)
         while view:

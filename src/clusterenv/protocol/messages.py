@@ -36,7 +36,7 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
@@ -109,7 +109,7 @@ class Beat(_Message):
 
 
 class Pull(_Message):
-    """So many bytes of some weights, please; none: they are all here."""
+    """So many bytes of some weights, please; none: they are all here; -1: offer them whole, these cannot be used."""
 
     seat: int
     offer: int
@@ -205,6 +205,11 @@ class Offer(_Message):
     place: int
     size: int
     checksum: int
+    is_packed: bool
+    base: int
+    """Packed as steps from this one; 0: from none."""
+    keep: bool
+    """Others will be packed as steps from it."""
 
 
 class Chunk(_Message):
