@@ -1,6 +1,7 @@
-"""`python -m experiments TABLE`: run the arms that are missing, write one JSON line each, show the table.
+"""`python -m experiments TABLE`: run what is missing of a table of arms, one JSON line per run.
 
-Runs are independent processes, as many as there are cores; what is in the file already is not run again.
+Runs are independent processes, as many as there are cores; what is in the file already is not run again, so that an
+interrupted table goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -10,16 +11,15 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import astuple
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from experiments.arms import TABLES, Arm
+from experiments.arms import TABLES, Arm, Job
 from experiments.run import run_arm
 
 DATA = Path(__file__).parent / "data"
@@ -27,32 +27,74 @@ DATA = Path(__file__).parent / "data"
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments", description=__doc__)
-    parser.add_argument("table", choices=sorted(TABLES))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=float, default=1.0, help="share of each arm's steps, for a quick look")
-    parser.add_argument("--only", default="", help="arms whose name contains this")
+    parser.add_argument("table", choices=sorted(TABLES), nargs="+")
+    parser.add_argument("--only", default="", help='arms whose "task rule codec" contains this')
+    parser.add_argument("--seeds", type=int, help="no more than so many of each arm")
+    parser.add_argument("--steps", type=float, default=1.0, help="share of each task's steps, for a quick look")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--out", type=Path, help="default: experiments/data/TABLE.jsonl")
+    parser.add_argument("--until", type=float, help="begin nothing that is likely to end after so many seconds")
+    parser.add_argument("--data", type=Path, default=DATA / "runs.jsonl")
     args = parser.parse_args()
-    path = args.out or DATA / f"{args.table}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    arms = [arm for arm in TABLES[args.table] if args.only in arm.name]
-    if args.steps != 1.0:
-        arms = [Arm(*astuple(arm)[:3], int(arm.total_steps * args.steps), *astuple(arm)[4:]) for arm in arms]
-    done = {(r["env"], r["learner"], r["rule"], r["seed"]) for r in read(path)}
-    jobs = [(arm, seed) for seed in range(1, args.seeds + 1) for arm in arms]
-    jobs = [(arm, seed) for arm, seed in jobs if (arm.env, arm.learner, arm.rule, seed) not in done]
-    stamp = about()
-    with ProcessPoolExecutor(args.processes, get_context("spawn")) as processes, path.open("a") as file:
-        futures = {processes.submit(run_arm, arm, seed): (arm, seed) for arm, seed in jobs}
-        for count, future in enumerate(as_completed(futures), 1):
-            record = future.result()
-            file.write(json.dumps(record | stamp) + "\n")
-            file.flush()
-            arm, seed = futures[future]
-            print(f"{count} of {len(jobs)}: {arm.name} seed {seed}: {record['seconds']} s", file=sys.stderr, flush=True)
-    print(table(read(path)))
+    args.data.parent.mkdir(parents=True, exist_ok=True)
+    jobs = list(dict.fromkeys(job for name in args.table for job in TABLES[name]))
+    jobs = [job for job in jobs if args.only in f"{job.arm.task} {job.arm.name}" and job.seed <= (args.seeds or 1000)]
+    run(jobs, args.data, args.processes, args.steps, args.until)
     return 0
+
+
+def run(jobs: list[Job], path: Path, processes: int, steps_share: float = 1.0, until_s: float | None = None) -> None:
+    """Whatever of these is not in the file yet, side by side; a run that permutes another's pulls waits for it."""
+    done = {key_of(record): record for record in read(path)}
+    waiting = [job for job in jobs if (job.arm, job.seed) not in done]
+    total, begin, stamp = len(waiting), time.monotonic(), about()
+    running: dict[Future[dict[str, Any]], Job] = {}
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool, path.open("a") as file:
+        while waiting or running:
+            for job in list(_ready(waiting, done))[: processes - len(running)]:
+                waiting.remove(job)
+                parent = done.get((parent_of(job.arm), job.seed), {})
+                running[pool.submit(run_arm, *job, parent.get("pulled", ()), steps_share)] = job
+            if not running:
+                names = sorted({job.arm.name for job in waiting})
+                print(f"not run: {', '.join(names)} permute runs that are missing", file=sys.stderr)
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job, record = running.pop(future), future.result()
+                done[job.arm, job.seed] = record
+                file.write(json.dumps(record | stamp) + "\n")
+                file.flush()
+                spent = time.monotonic() - begin
+                print(
+                    f"{total - len(waiting) - len(running)} of {total} after {spent:.0f} s: {job.arm.task}, "
+                    f"{job.arm.name}, seed {job.seed}: {record['seconds']} s, return {record['late_return']}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            if until_s is not None:
+                left = until_s - (time.monotonic() - begin)
+                waiting = [job for job in waiting if _cost_s(job, done) < left]
+
+
+def _ready(waiting: list[Job], done: dict[Any, Any]) -> Iterator[Job]:
+    for job in waiting:
+        parent = parent_of(job.arm)
+        if parent is None or (parent, job.seed) in done:
+            yield job
+
+
+def parent_of(arm: Arm) -> Arm | None:
+    """The arm whose pulls this one permutes."""
+    name, _, rest = arm.rule.partition("(")
+    return arm._replace(rule=f"APS({rest}") if name in ("Shuffled", "Random") else None
+
+
+def _cost_s(job: Job, done: dict[Any, Any]) -> float:
+    known = [record["seconds"] for (arm, _), record in done.items() if arm.task == job.arm.task]
+    return max(known, default=0.0)
+
+
+def key_of(record: dict[str, Any]) -> tuple[Arm, int]:
+    return Arm(*(record[name] for name in Arm._fields)), record["seed"]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -61,43 +103,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def about() -> dict[str, Any]:
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=DATA.parent)
-    packages = {name: version(name) for name in ("clusterenv", "gymnasium", "numpy", "torch")}
-    return {"commit": git.stdout.strip(), "python": sys.version.split()[0], **packages}
-
-
-def table(records: list[dict[str, Any]]) -> str:
-    """Means over seeds. "Fewer" is against every node pulling every version."""
-    titles = ["task", "rule", "seeds", "κ, median (10 % to 90 %)", "versions", "pulls per node", "fewer by"]
-    titles += ["weights sent", "returns"]
-    rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    keys = dict.fromkeys((r["env"], r["learner"], r["rule"]) for r in records)
-    for key in sorted(keys, key=lambda key: (key[:2], _order(key[2]))):
-        runs = [r for r in records if (r["env"], r["learner"], r["rule"]) == key]
-
-        def mean(name: str, runs: list[dict[str, Any]] = runs) -> float:
-            return float(np.mean([r[name] for r in runs]))
-
-        low, middle, high = (np.mean([r["kappa"][q] for r in runs]) for q in ("10", "50", "90"))
-        per_node = mean("pulls") / runs[0]["nodes"]
-        returns = " ".join(f"{r['final_return']:.0f}" for r in sorted(runs, key=lambda r: r["seed"]))
-        cells = [
-            f"{key[0]} {key[1]}",
-            key[2],
-            str(len(runs)),
-            f"{middle:.2g} ({low:.1g} to {high:.1g})",
-            f"{mean('versions'):.0f}",
-            f"{per_node:.1f}",
-            f"{mean('versions') / per_node:.1f}",
-            f"{mean('weight_bytes') / 1e6:.2f} MB",
-            returns,
-        ]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
-
-
-def _order(rule: str) -> tuple[int, float]:
-    name, _, rest = rule.partition("(")
-    return ("Always", "Every", "APS", "Never").index(name), float(rest.rstrip(")") or 0)
+    commit = os.environ.get("EXPERIMENTS_COMMIT") or git.stdout.strip()
+    packages = {name: version(name) for name in ("gymnasium", "numpy", "torch")}
+    return {"commit": commit, "python": sys.version.split()[0], "cores": os.cpu_count(), **packages}
 
 
 if __name__ == "__main__":

@@ -1,51 +1,134 @@
-"""The table of arms: which environment, learner and rule, as data."""
+"""What is compared, as data: tasks, the arms that each is run with, and how many seeds.
+
+An arm is written as it is called: "APS(0.02) auto" is the rule `APS(threshold=0.02)` with `codec="auto"`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-import clusterenv as ce
-
-__all__ = ["TABLES", "Arm", "rule_of"]
+__all__ = ["MAIN", "TABLES", "TASKS", "Arm", "Job", "Task"]
 
 
 @dataclass(frozen=True)
-class Arm:
+class Task:
     env: str
     learner: str
-    rule: str
-    """As it is written: "Always", "Every(8)", "APS(0.02)"."""
     total_steps: int
-    num_envs: int = 64
-    nodes: int = 8
+    num_envs: int
+    nodes: int
+    worst: float
+    """Return of a random policy, and of one that has solved it: scores are 0 and 1 there. Stated before any run."""
+    best: float
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the learner, where they are not its defaults."""
+
+
+# Paper: 5 M steps with rollouts of 1024 make 19 updates. Its grid is that of arXiv 2507.10990; its delta was a sum.
+_PAPER = {
+    "num_steps": 1024,
+    "epochs": 30,
+    "minibatch": 32768,
+    "rate": 5e-4,
+    "gamma": 0.99,
+    "lam": 0.95,
+    "entropy": 0.01,
+}
+_QUICK = {"rate": 1e-3, "minibatch": 256, "gamma": 0.99, "lam": 0.95, "entropy": 0.01}
+
+TASKS = {
+    "CartPole PPO": Task(
+        "CartPole-v1", "PPO", 100_000, 64, 8, 20.0, 500.0, {**_QUICK, "num_steps": 32, "reward_scale": 0.1}
+    ),
+    "Acrobot PPO": Task(
+        "Acrobot-v1", "PPO", 300_000, 64, 8, -500.0, -80.0, {**_QUICK, "num_steps": 32, "reward_scale": 0.1}
+    ),
+    "LunarLander PPO": Task("LunarLander-v3", "PPO", 1_000_000, 64, 8, -180.0, 250.0),
+    "HalfCheetah PPO": Task(
+        "HalfCheetah-v5",
+        "PPO",
+        1_000_000,
+        32,
+        4,
+        -280.0,
+        3000.0,
+        {"rate": 1e-3, "minibatch": 256, "gamma": 0.99, "lam": 0.95, "entropy": 0.0, "reward_scale": 0.1, "epochs": 5},
+    ),
+    "Pendulum SAC": Task("Pendulum-v1", "SAC", 20_000, 8, 4, -1200.0, -150.0),
+    "CartPole DQN": Task("CartPole-v1", "DQN", 50_000, 16, 4, 20.0, 500.0),
+    "paper": Task("LunarLander-v3", "PPO", 5_000_000, 256, 4, -180.0, 250.0, _PAPER),
+    "paper, shorter rollouts": Task(
+        "LunarLander-v3", "PPO", 5_000_000, 256, 4, -180.0, 250.0, {**_PAPER, "num_steps": 128, "minibatch": 4096}
+    ),
+}
+"""By name, in the order in which they are shown."""
+
+
+class Arm(NamedTuple):
+    task: str
+    rule: str
+    """As it is written: "Every(4)", "APS(0.02)". "Shuffled(0.02)" pulls after the same intervals as APS(0.02) with this
+    seed, in another order; "Random(0.02)" as often, at any time."""
+    codec: str = "fp32"
+    variant: str = ""
+    """A setting of the learner or the drift estimate that differs: "is_decoupled=False", "sample_every=16"."""
 
     @property
     def name(self) -> str:
-        return f"{self.env} {self.learner} {self.rule}"
+        return " ".join(part for part in (self.rule, "" if self.codec == "fp32" else self.codec, self.variant) if part)
 
 
-def rule_of(text: str) -> Any:
-    """
-    >>> rule_of("APS(0.02)")
-    APS(threshold=0.02, ess=None, max_lag=None, min_updates=1, z=1.0)
-    >>> rule_of("Every(8)")
-    Every(k=8)
-    """
-    name, _, rest = text.partition("(")
-    if name == "APS":
-        return ce.APS(threshold=float(rest.rstrip(")")))
-    if name == "Every":
-        return ce.Every(int(rest.rstrip(")")))
-    return {"Always": ce.Always, "Never": ce.Never}[name]()
+class Job(NamedTuple):
+    arm: Arm
+    seed: int
 
 
-_RULES = ("Always", "Every(8)", "APS(0.01)", "APS(0.02)", "APS(0.05)")
+def _jobs(task: str, seeds: int, rules: Sequence[str], variant: str = "") -> list[Job]:
+    arms = []
+    for text in rules:
+        rule, _, codec = text.partition(" ")
+        arms.append(Arm(task, rule, codec or "fp32", variant))
+    return [Job(arm, seed) for seed in range(1, seeds + 1) for arm in arms]
 
-TABLES: dict[str, tuple[Arm, ...]] = {
-    "rules": (
-        *(Arm("LunarLander-v3", "PPO", rule, 300_000) for rule in _RULES),
-        *(Arm("CartPole-v1", "DQN", rule, 40_000, num_envs=16, nodes=4) for rule in _RULES),
-        *(Arm("Pendulum-v1", "SAC", rule, 20_000, num_envs=8, nodes=4) for rule in _RULES),
-    ),
+
+MAIN = ("Always", "APS(0.02)", "APS(0.02) auto", "Shuffled(0.02)")
+"""The comparisons that were stated before the runs."""
+
+GRID = ("Every(4)", "Every(8)", "Every(16)", "APS(0.005)", "APS(0.01)", "APS(0.05)", "APS(0.1)", "APS(0.2)")
+PAPER_GRID = ("Always", *(f"APS({delta})" for delta in (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 0.8, 1.0)))
+_LOSSES = ("Always", "APS(0.2)", "Shuffled(0.2)")
+
+TABLES: dict[str, list[Job]] = {
+    "pilot": [job for task in list(TASKS)[:6] for job in _jobs(task, 2, ("Always",))],
+    "main": [
+        *_jobs("CartPole PPO", 30, MAIN),
+        *_jobs("Acrobot PPO", 20, MAIN),
+        *_jobs("LunarLander PPO", 20, MAIN),
+        *_jobs("HalfCheetah PPO", 10, MAIN),
+        *_jobs("Pendulum SAC", 10, MAIN),
+        *_jobs("CartPole DQN", 10, MAIN),
+    ],
+    "grid": [
+        *_jobs("CartPole PPO", 10, (*GRID, "Never", "Random(0.02)", "Shuffled(0.2)")),
+        *_jobs("Acrobot PPO", 10, (*GRID, "Shuffled(0.2)")),
+        *_jobs("LunarLander PPO", 5, GRID),
+        *_jobs("Pendulum SAC", 5, GRID[3:]),
+        *_jobs("HalfCheetah PPO", 3, GRID[3:]),
+    ],
+    "ablations": [
+        *_jobs("Acrobot PPO", 10, _LOSSES[:2], "is_decoupled=False"),
+        *_jobs("CartPole PPO", 10, _LOSSES[:2], "is_decoupled=False"),
+        *_jobs("CartPole PPO", 10, ("APS(0.02)",), "sample_every=16"),
+        *_jobs("CartPole PPO", 10, ("APS(0.02)",), "sample_every=512"),
+        *_jobs("CartPole PPO", 10, ("APS(0.02)",), "z=0"),
+        *_jobs("CartPole PPO", 10, ("APS(0.02)",), "z=3"),
+        *_jobs("CartPole PPO", 10, ("APS(0.02) fp16", "APS(0.02) int8", "APS(0.02) int4")),
+    ],
+    "paper": [*_jobs("paper", 2, PAPER_GRID), *_jobs("paper, shorter rollouts", 2, PAPER_GRID)],
+    "quick": [
+        *_jobs("CartPole PPO", 3, ("Always", "Every(8)", "APS(0.01)", "APS(0.02)", "APS(0.05)", "APS(0.02) auto")),
+        *_jobs("CartPole PPO", 3, ("Shuffled(0.02)",)),
+    ],
 }

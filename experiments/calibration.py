@@ -27,7 +27,7 @@ from clusterenv.policy.exchange import Exchange
 from clusterenv.policy.families import family_for
 from clusterenv.policy.sync import Standing, decide
 from clusterenv.testing import Virtual
-from experiments.learners import PPO
+from experiments.ppo import PPO
 
 HELD_OUT = 4096
 

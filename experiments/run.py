@@ -2,64 +2,203 @@
 
 from __future__ import annotations
 
+import re
 import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 import clusterenv as ce
+import clusterenv.collector
 from clusterenv.policy import codec
+from clusterenv.policy.divergence import divergence
+from clusterenv.policy.families import family_for
+from clusterenv.policy.sync import decide
 from clusterenv.testing import Virtual
-from experiments.arms import Arm, rule_of
-from experiments.learners import LEARNERS
+from experiments.arms import TASKS, Arm, Task
+from experiments.offpolicy import DQN, SAC
+from experiments.ppo import PPO
 
-__all__ = ["run_arm"]
+__all__ = ["run_arm", "schedule"]
+
+LEARNERS = {"PPO": PPO, "DQN": DQN, "SAC": SAC}
+CURVE_POINTS = 25
+LATE = 0.9
+"""The score is the mean return of the episodes that end after this share of the steps."""
 
 
-def run_arm(arm: Arm, seed: int) -> dict[str, Any]:
+def run_arm(arm: Arm, seed: int, parent_pulls: Sequence[int] = (), steps_share: float = 1.0) -> dict[str, Any]:
+    """`parent_pulls`: the versions that the APS run pulled, for arms that permute them."""
+    task = TASKS[arm.task]
+    total_steps = int(task.total_steps * steps_share)
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     begin = time.perf_counter()
-    with ce.ClusterEnv(arm.env, arm.num_envs, backend=Virtual(arm.nodes)) as cluster:
-        learner = LEARNERS[arm.learner](cluster.single_observation_space, cluster.single_action_space, arm.total_steps)
-        collector = cluster.collector(learner.policy, sync=rule_of(arm.rule), seed=seed)
-        curve: list[tuple[int, float]] = []
+    settings, options = _variant(arm.variant)
+    rule = rule_of(arm.rule, seed, parent_pulls, options)
+    with ce.ClusterEnv(task.env, task.num_envs, backend=Virtual(task.nodes)) as cluster:
+        spaces = cluster.single_observation_space, cluster.single_action_space
+        learner = LEARNERS[task.learner](*spaces, total_steps, **{**task.settings, **settings})
+        collector = cluster.collector(learner.policy, sync=rule, seed=seed, codec=arm.codec)
+        watch = _Watch(collector)
+        clusterenv.collector._SAMPLE_EVERY = int(options.get("sample_every", 64))
+        published = Published(task, learner, cluster.single_action_space) if arm.task.startswith("paper") else None
         steps = 0
-        if learner.streams:
-            batches = collector.stream(learner.num_steps, queue=1)
-        else:
-            batches = (collector.rollout(learner.num_steps) for _ in iter(int, 1))
+        ends: list[tuple[int, float]] = []  # (steps so far, return) of each episode
+        batches = _batches(collector, learner)
         for batch in batches:
             steps += int(batch.valid.sum())
+            ends += [(steps, float(value)) for value in batch.episodes.returns]
+            if published is not None:
+                published.take(batch)
             learner.learn(batch, collector.publish)
-            curve.append((steps, collector.summary()["charts/episodic_return"]))
-            if steps >= arm.total_steps:
+            if steps >= total_steps:
                 break
         batches.close()
-        stats = collector.stats()
+        stats, sent = collector.stats(), sum(cluster.stats()["sent_bytes"])
         size = len(codec.encode(learner.policy.weights()))
-        final = collector.evaluate(episodes=64, seed=10_000).mean
-    kappas, lags = np.array(learner.kappas), np.zeros(0)
-    for node in stats["nodes"]:
-        lags = np.concatenate([lags, *(np.full(count, lag) for lag, count in node["lags"].items())])
-    returns = np.array([value for _, value in curve if np.isfinite(value)])
+        final = collector.evaluate(episodes=32, seed=10_000).mean
+    returns = np.array([value for _, value in ends])
+    when = np.array([at for at, _ in ends])
+    late = returns[when > LATE * steps]
+    lags = np.concatenate([np.repeat(list(node["lags"]), list(node["lags"].values())) for node in stats["nodes"]])
     return {
-        "env": arm.env,
-        "learner": arm.learner,
-        "rule": arm.rule,
+        **arm._asdict(),
         "seed": seed,
-        "nodes": arm.nodes,
-        "num_envs": arm.num_envs,
         "steps": steps,
+        "nodes": task.nodes,
         "versions": stats["version"] + 1,
         "pulls": stats["pulls"],
+        "pulled": watch.pulled,
+        "forms": dict(sum((Counter(node["forms"]) for node in stats["nodes"]), Counter())),
         "policy_bytes": size,
+        "sent_bytes": sent,
         **{name: stats[name] for name in ("weight_bytes", "drift_bytes", "fragment_bytes")},
-        "kappa": {str(q): float(np.quantile(kappas, q / 100)) for q in (10, 50, 90)} | {"mean": float(kappas.mean())},
-        "ess_10": float(np.quantile(learner.ess, 0.1)) if learner.ess else None,
-        "lag_mean": float(lags.mean()),
-        "final_return": final,
-        "mean_return": float(returns.mean()) if len(returns) else None,
+        "kappa": _quantiles(learner.kappas),
+        "drift": _quantiles(watch.drifts),
+        "drift_at_pull": _quantiles(watch.at_pull),
+        "ess": _quantiles(learner.ess),
+        "lag_mean": round(float(lags.mean()), 3),
+        "curve": _curve(when, returns, steps),
+        "late_return": round(float(late.mean()), 3) if len(late) else None,
+        "mean_return": round(float(returns.mean()), 3) if len(returns) else None,
+        "final_return": round(final, 3),
+        **({} if published is None else {"published": published.triggers()}),
         "seconds": round(time.perf_counter() - begin, 1),
     }
+
+
+def _batches(collector: ce.Collector, learner: Any) -> Iterator[ce.Rollout]:
+    if learner.streams:
+        return collector.stream(learner.num_steps, queue=1)
+    return (collector.rollout(learner.num_steps) for _ in iter(int, 1))
+
+
+def rule_of(text: str, seed: int, parent_pulls: Sequence[int], options: dict[str, float]) -> Any:
+    """Other rules than APS come as functions, so that their drift is measured too."""
+    name, _, rest = text.partition("(")
+    number = float(rest.rstrip(")") or "nan")
+    if name == "APS":
+        return ce.APS(threshold=number, z=options.get("z", 1.0))
+    if name in ("Shuffled", "Random"):
+        versions = schedule(parent_pulls, seed, is_shuffled=name == "Shuffled")
+        return lambda standing: bisect_right(versions, standing.latest) > bisect_right(versions, standing.version)
+    rule = ce.Every(int(number)) if name == "Every" else {"Always": ce.Always(), "Never": ce.Never()}[name]
+    return lambda standing: decide(rule, standing).pull
+
+
+def schedule(pulled: Sequence[int], seed: int, is_shuffled: bool = True) -> list[int]:
+    """Versions at which to pull: the same intervals in another order, or as many pulls anywhere.
+
+    >>> schedule([0, 1, 2, 10, 20], seed=1)
+    [8, 9, 10, 20]
+    """
+    rng = np.random.default_rng([seed, 7])
+    if is_shuffled:
+        return [int(version) for version in np.cumsum(rng.permutation(np.diff(pulled)))]
+    return sorted(rng.choice(np.arange(1, pulled[-1] + 1), len(pulled) - 1, replace=False).tolist())
+
+
+class _Watch:
+    """What the first node decides, as it happens."""
+
+    def __init__(self, collector: ce.Collector) -> None:
+        exchange = collector._exchange
+        consider, pull = exchange.consider, exchange.pull
+        self.pulled: list[int] = []
+        self.drifts: list[float] = []
+        self.at_pull: list[float] = []
+
+        def considered(node: int, max_lag: int | None = None) -> Any:
+            verdict = consider(node, max_lag)
+            drift = exchange.holdings[node].standing.drift
+            if node == 0 and drift is not None:
+                self.drifts.append(0.0 if verdict.pull else drift)
+                if verdict.pull:
+                    self.at_pull.append(drift)
+            return verdict
+
+        def pulling(node: int) -> Any:
+            pulled = pull(node)
+            if node == 0:
+                self.pulled.append(pulled.version)
+            return pulled
+
+        exchange.consider, exchange.pull = considered, pulling  # type: ignore[method-assign]
+
+
+class Published:
+    """How often the published code's own trigger would have fired in these rollouts, with the weights as they were.
+
+    It sums the KL over a node's environments, between what the policy gives for the state before and for this one: with
+    unchanged weights it is the policy's own variation from step to step.
+    """
+
+    GRID = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 0.8, 1.0)
+
+    def __init__(self, task: Task, learner: Any, action_space: Any) -> None:
+        self._per_node = task.num_envs // task.nodes
+        self._learner = learner
+        self._measure = divergence(family_for(learner.family_name, action_space))
+        self._fired = np.zeros(len(self.GRID), dtype=np.int64)
+        self._steps = 0
+
+    def take(self, batch: ce.Rollout) -> None:
+        obs = torch.as_tensor(np.ascontiguousarray(batch.obs[:, : self._per_node]))
+        params = self._learner.params(obs)
+        before, now = params[:-1].reshape(-1, params.shape[2]), params[1:].reshape(-1, params.shape[2])
+        sums = self._measure(before, now, {}).reshape(len(params) - 1, -1).sum(axis=1)
+        self._fired += (sums[:, None] > np.array(self.GRID)).sum(axis=0)
+        self._steps += len(sums)
+
+    def triggers(self) -> dict[str, Any]:
+        return {"steps": self._steps, **{str(d): int(n) for d, n in zip(self.GRID, self._fired, strict=True)}}
+
+
+def _variant(text: str) -> tuple[dict[str, Any], dict[str, float]]:
+    """Settings of the learner, and of the rule."""
+    if not text:
+        return {}, {}
+    name, value = re.fullmatch(r"(\w+)=(.+)", text).groups()  # type: ignore[union-attr]
+    if name in ("z", "sample_every"):
+        return {}, {name: float(value)}
+    return {name: {"True": True, "False": False}[value]}, {}
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
+    if not len(values):
+        return None
+    array = np.asarray(values, dtype=np.float64)
+    named = {str(q): float(np.quantile(array, q / 100)) for q in (10, 50, 90)} | {"mean": float(array.mean())}
+    return {name: float(f"{value:.4g}") for name, value in named.items()}
+
+
+def _curve(when: Any, returns: Any, steps: int) -> list[float | None]:
+    """Mean return of the episodes that ended in each of 25 equal parts of the run."""
+    part = np.minimum((when * CURVE_POINTS - 1) // steps, CURVE_POINTS - 1) if len(when) else when
+    means = [returns[part == i].mean() if (part == i).any() else None for i in range(CURVE_POINTS)]
+    return [None if mean is None else round(float(mean), 1) for mean in means]

@@ -20,7 +20,7 @@ from torch import nn
 import clusterenv as ce
 from clusterenv.transport.keys import Joining, make_keys, read_joining, write_joining
 from clusters import Namespaces
-from experiments.learners import PPO
+from experiments.ppo import PPO
 from netns import Network
 from test_aps import net as mlp
 

@@ -7,6 +7,8 @@ each time, and how stale its data is was chosen.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +17,13 @@ from gymnasium.vector import AutoresetMode
 from clusterenv.backends.local import split
 from clusterenv.errors import SpecError
 from clusterenv.events import EventLog
+from clusterenv.head.crew import inputs_of, tell_of
 from clusterenv.pool import Pool
 from clusterenv.pool.inline import InlineCrew
-from clusterenv.pool.messages import Reply, RunFragment
+from clusterenv.pool.layout import Buffers, Layout
+from clusterenv.pool.messages import Close, LoadWeights, Reply, RunFragment, encode
+from clusterenv.protocol.frames import CHUNK, to_wire
+from clusterenv.protocol.messages import Chunk, Offer
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
 
@@ -71,12 +77,47 @@ class _VirtualCrew(InlineCrew):
 
     def __init__(self, blueprint: Blueprint, mode: AutoresetMode | None, check: bool, periods: list[float]) -> None:
         super().__init__(blueprint, mode, check, workers=len(periods))
+        self._slots = split(blueprint.num_envs, len(periods))
+        self._sent = [0] * len(periods)
+        self._put: list[dict[int, bytes]] = [{} for _ in periods]  # place → what would travel there, until it does
+        self._buffers: Buffers | None = None
         self._periods = periods
         self._now = 0.0
         self._busy_until = [0.0] * len(periods)
         self._due: list[tuple[float, int, Reply]] = []
 
+    def allocate(self, layout: Layout) -> bytearray:
+        memory = super().allocate(layout)
+        self._buffers = Buffers(layout, memory)
+        return memory
+
+    def put_weights(self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False) -> None:
+        super().put_weights(node, data, offset)
+        self._put[node][offset] = data if packed is None else packed
+
+    def stats(self) -> dict[str, Any]:
+        """What a head would have sent to each node, but for its greeting and the code of the environments."""
+        return {"sent_bytes": list(self._sent)}
+
+    def _count(self, index: int, message: Any, payload: Sequence[Any]) -> None:
+        self._sent[index] += sum(len(frame) for frames in to_wire(1, message, payload) for frame in frames)
+
+    def _count_message(self, index: int, message: Any) -> None:
+        data = self._put[index].pop(message.offset, None) if isinstance(message, LoadWeights) else None
+        if data is not None:
+            self._count(index, Offer(index, 1, message.offset, len(data), zlib.crc32(data), True, 0, True), ())
+            for at in range(0, len(data), CHUNK):
+                self._count(index, Chunk(index, 1, at), [data[at : at + CHUNK]])
+        tell = tell_of(message, index, index, self._slots[index])
+        self._count(index, tell, [encode(message), *inputs_of(tell, self._buffers)])
+
+    def close(self, timeout_s: float) -> None:
+        self._buffers = None
+        super().close(timeout_s)
+
     def send(self, index: int, message: Any) -> None:
+        if not isinstance(message, (int, Close)):
+            self._count_message(index, message)
         super().send(index, message)
         if isinstance(message, RunFragment):
             self._busy_until[index] = max(self._now, self._busy_until[index]) + self._periods[index]

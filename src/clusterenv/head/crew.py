@@ -57,7 +57,7 @@ from clusterenv.protocol.messages import (
 )
 from clusterenv.spec import Blueprint
 
-__all__ = ["RemoteCrew"]
+__all__ = ["RemoteCrew", "inputs_of", "tell_of"]
 
 _TAKE_S = 0.25
 _OVERHEAD = 64 << 20
@@ -84,6 +84,22 @@ class _Put(NamedTuple):
     base: int
     """`packed` are steps from this one."""
     keep: bool
+
+
+def tell_of(message: Any, seat: int, worker: int, slots: list[int]) -> Tell:
+    """How a message to a worker with these slots travels, and what its answer brings."""
+    request = getattr(message, "request", None) or 0
+    if isinstance(message, (Step, Reset, Rebuild)):
+        actions = isinstance(message, Step) and message.actions is None and message.act is None
+        return Tell(seat, worker, request, tuple(message.slots), "rows", 0, 0, actions)
+    if isinstance(message, RunFragment):
+        return Tell(seat, worker, request, tuple(slots), "fragment", message.side, message.num_steps, False)
+    return Tell(seat, worker, request, (), "nothing", 0, 0, False)
+
+
+def inputs_of(tell: Tell, buffers: Buffers | None) -> list[bytes]:
+    """What the worker reads of the rows to do it."""
+    return [read_inputs(buffers, tell.slots, tell.actions)] if tell.slots and buffers is not None else []
 
 
 class RemoteCrew:
@@ -214,25 +230,14 @@ class RemoteCrew:
         body = self._encode(message)  # first: what cannot travel must not be waited for
         if index not in self._running:
             return  # its `Exit` was handed out already, and settles what was asked of it
-        brings: Literal["nothing", "rows", "fragment"] = "nothing"
-        slots: list[int] = []
-        side = num_steps = 0
-        actions = False
-        if isinstance(message, (Step, Reset, Rebuild)):
-            brings, slots = "rows", message.slots
-            actions = isinstance(message, Step) and message.actions is None and message.act is None
-        elif isinstance(message, RunFragment):
-            brings, slots, side, num_steps = "fragment", self._slots_of[index], message.side, message.num_steps
-        elif isinstance(message, LoadWeights):
+        if isinstance(message, LoadWeights):
             self._offer(seat, message.offset)
         elif isinstance(message, Close):
             return  # a node closes its seats itself
-        request = getattr(message, "request", None)
-        if request is not None:
-            self._asked[index, request] = _Asked(brings, side, num_steps)
-        inputs = [] if not slots else [read_inputs(self._rows, slots, actions)]
-        tell = Tell(seat, index, request or 0, tuple(slots), brings, side, num_steps, actions)
-        self._head.send(seat, tell, [body, *inputs])
+        tell = tell_of(message, seat, index, self._slots_of[index])
+        if tell.request:
+            self._asked[index, tell.request] = _Asked(tell.brings, tell.side, tell.num_steps)
+        self._head.send(seat, tell, [body, *inputs_of(tell, self._buffers)])
 
     def ring(self, request: int) -> None:
         for seat in self._hosted & self._seated:

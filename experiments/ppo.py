@@ -1,0 +1,124 @@
+"""PPO on stale data: the ratio's denominator is what acted, the clip is centred on the learner's policy (decoupled)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import torch
+from torch import nn
+from torch.distributions import Categorical, Independent, Normal
+
+import clusterenv as ce
+from clusterenv.learning import behaviour_weights, effective_sample_size, gae
+from experiments.parts import Learner, mlp
+
+__all__ = ["PPO"]
+
+
+class PPO(Learner):
+    """An update is a whole rollout, in minibatches; it makes one version."""
+
+    streams = False
+    num_steps = 64
+    epochs, minibatch, rate = 4, 512, 7e-4
+    gamma, lam, clip, entropy, value_weight, reward_scale = 0.999, 0.98, 0.2, 0.003, 0.5, 0.03
+    is_decoupled = True
+    """False: the clip is centred on the policy that acted, as in plain PPO."""
+
+    def __init__(
+        self, obs_space: gym.Space[Any], action_space: gym.Space[Any], total_steps: int, **settings: Any
+    ) -> None:
+        is_box = isinstance(action_space, gym.spaces.Box)
+        self.family_name = "normal" if is_box else "categorical"
+        super().__init__(action_space, settings)
+        size = obs_space.shape[0]
+        critic = mlp([size, 64, 64, 1], nn.Tanh, 1.0)
+        if is_box:
+            self.actor = _Gaussian(size, action_space.shape[0])
+            self.critic = nn.Sequential(self.actor.scaled, critic)
+        else:
+            self.actor = mlp([size, 64, 64, int(action_space.n)], nn.Tanh, 0.01)
+            self.critic = critic
+        self._distribution = _normal if is_box else _categorical
+        self.policy = ce.TorchPolicy(self.actor, dist=self.family_name)
+        self._parameters = [*self.actor.parameters(), *critic.parameters()]
+        self._optimizer = torch.optim.Adam(self._parameters, lr=self.rate, eps=1e-5)
+        self._total, self._seen = total_steps, 0
+
+    def learn(self, batch: ce.Rollout, publish: Callable[[], int]) -> None:
+        self._optimizer.param_groups[0]["lr"] = self.rate * max(0.05, 1.0 - self._seen / self._total)
+        self._seen += batch.rewards.size
+        batch = batch.torch()
+        obs = batch.obs.reshape(-1, *batch.obs.shape[2:])
+        actions = batch.actions.reshape(-1, *batch.actions.shape[2:])
+        before = self.params(obs)
+        if isinstance(self.actor, _Gaussian):
+            self.actor.scaled.see(obs)
+        with torch.no_grad():
+            proximal = self._distribution(self.actor(batch.obs)).log_prob(batch.actions)
+        self.ess.append(effective_sample_size(batch, proximal))
+        if self.is_decoupled:
+            weights, centre = behaviour_weights(batch, proximal).reshape(-1), proximal.reshape(-1)
+        else:
+            weights, centre = batch.valid.float().reshape(-1), batch.logprobs.reshape(-1)
+        scaled = type(batch)(**{**vars(batch), "rewards": batch.rewards * self.reward_scale})
+        estimate = gae(scaled, self.critic, self.gamma, self.lam)
+        advantages, returns = estimate.advantages.reshape(-1), estimate.returns.reshape(-1)
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        for _ in range(self.epochs):
+            for rows in torch.randperm(len(obs)).split(self.minibatch):
+                policy = self._distribution(self.actor(obs[rows]))
+                ratio = (policy.log_prob(actions[rows]) - centre[rows]).exp()
+                gain = torch.min(ratio * advantages[rows], ratio.clamp(1 - self.clip, 1 + self.clip) * advantages[rows])
+                error = (self.critic(obs[rows]).squeeze(-1) - returns[rows]).square().mean()
+                loss = self.value_weight * error - (weights[rows] * gain).mean()
+                loss = loss - self.entropy * policy.entropy().mean()
+                self._optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(self._parameters, 0.5)
+                self._optimizer.step()
+        self.note_kappa(before, obs)
+        publish()
+
+
+class _Scaled(nn.Module):
+    """Observations with mean 0 and deviation 1. The statistics are buffers: they belong to the version."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("square", torch.ones(size))
+        self._count = 0.0
+
+    def see(self, obs: torch.Tensor) -> None:
+        self._count += len(obs)
+        share = len(obs) / self._count
+        self.mean += share * (obs.mean(0) - self.mean)
+        self.square += share * (obs.square().mean(0) - self.square)
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        deviation = (self.square - self.mean.square()).clamp(min=1e-4).sqrt()
+        return ((obs - self.mean) / deviation).clamp(-10.0, 10.0)
+
+
+class _Gaussian(nn.Module):
+    def __init__(self, size: int, actions: int) -> None:
+        super().__init__()
+        self.scaled = _Scaled(size)
+        self.mean = mlp([size, 64, 64, actions], nn.Tanh, 0.01)
+        self.log_std = nn.Parameter(torch.full((actions,), -0.5))
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        mean = self.mean(self.scaled(obs))
+        return torch.cat([mean, self.log_std.expand_as(mean)], dim=-1)
+
+
+def _normal(params: torch.Tensor) -> Any:
+    mean, log_std = params.chunk(2, dim=-1)
+    return Independent(Normal(mean, log_std.exp(), validate_args=False), 1, validate_args=False)
+
+
+def _categorical(params: torch.Tensor) -> Any:
+    return Categorical(logits=params, validate_args=False)

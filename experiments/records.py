@@ -1,0 +1,66 @@
+"""The raw lines as the report reads them: by task and arm, as scores and savings."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from experiments.arms import TASKS
+
+__all__ = ["Records", "Runs", "fewer", "fewer_pulls", "score"]
+
+Records = list[dict[str, Any]]
+
+
+def name_of(record: dict[str, Any]) -> str:
+    parts = (record["rule"], "" if record["codec"] == "fp32" else record["codec"], record["variant"])
+    return " ".join(part for part in parts if part)
+
+
+class Runs:
+    """Records by task and arm, seeds ascending."""
+
+    def __init__(self, records: Records) -> None:
+        self._by: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+        for record in records:
+            self._by.setdefault((record["task"], name_of(record)), {})[record["seed"]] = record
+
+    def of(self, task: str, arm: str) -> Records:
+        found = self._by.get((task, arm), {})
+        return [found[seed] for seed in sorted(found)]
+
+    def arms(self, task: str) -> list[str]:
+        return sorted((arm for at, arm in self._by if at == task), key=_order)
+
+    @property
+    def tasks(self) -> list[str]:
+        return [task for task in TASKS if any(at == task for at, _ in self._by)]
+
+    def pairs(self, task: str, arm: str, base: str) -> tuple[Records, Records]:
+        """Runs of both with the same seeds."""
+        a, b = self._by.get((task, arm), {}), self._by.get((task, base), {})
+        both = sorted(a.keys() & b.keys())
+        return [a[seed] for seed in both], [b[seed] for seed in both]
+
+
+def score(record: dict[str, Any], of: str = "late_return") -> float:
+    """0 for a random policy, 1 for one that has solved the task; the limits stand in arms.py."""
+    task = TASKS[record["task"]]
+    value = record[of]
+    return float(((task.worst if value is None else value) - task.worst) / (task.best - task.worst))
+
+
+def fewer(record: dict[str, Any]) -> float:
+    """Bytes of pushing every version whole to every node, over all bytes that really went from head to nodes."""
+    return float(record["versions"] * record["nodes"] * record["policy_bytes"] / record["sent_bytes"])
+
+
+def fewer_pulls(record: dict[str, Any]) -> float:
+    return float(record["versions"] * record["nodes"] / record["pulls"])
+
+
+def _order(arm: str) -> tuple[int, float, str]:
+    name, _, rest = arm.partition("(")
+    kinds = ("Always", "Every", "APS", "Shuffled", "Random", "Never")
+    number = re.match(r"[\d.]+", rest)
+    return kinds.index(name.split(" ")[0]), float(number.group()) if number else 0.0, arm
