@@ -45,7 +45,16 @@ TASKS = {
     "Acrobot PPO": Task(
         "Acrobot-v1", "PPO", 300_000, 64, 8, -500.0, -80.0, {**_QUICK, "num_steps": 32, "reward_scale": 0.1}
     ),
-    "LunarLander PPO": Task("LunarLander-v3", "PPO", 1_000_000, 64, 8, -180.0, 250.0),
+    "LunarLander PPO": Task(
+        "LunarLander-v3",
+        "PPO",
+        600_000,
+        64,
+        8,
+        -180.0,
+        250.0,
+        {"epochs": 8, "minibatch": 256, "gamma": 0.995, "entropy": 0.01},  # of four settings that with the least spread
+    ),
     "HalfCheetah PPO": Task(
         "HalfCheetah-v5",
         "PPO",
@@ -53,7 +62,7 @@ TASKS = {
         32,
         4,
         -280.0,
-        3000.0,
+        4000.0,
         {"rate": 1e-3, "minibatch": 256, "gamma": 0.99, "lam": 0.95, "entropy": 0.0, "reward_scale": 0.1, "epochs": 5},
     ),
     "Pendulum SAC": Task("Pendulum-v1", "SAC", 20_000, 8, 4, -1200.0, -150.0),
@@ -103,19 +112,19 @@ _LOSSES = ("Always", "APS(0.2)", "Shuffled(0.2)")
 TABLES: dict[str, list[Job]] = {
     "pilot": [job for task in list(TASKS)[:6] for job in _jobs(task, 2, ("Always",))],
     "main": [
-        *_jobs("CartPole PPO", 30, MAIN),
+        *_jobs("LunarLander PPO", 10, MAIN),
         *_jobs("Acrobot PPO", 20, MAIN),
-        *_jobs("LunarLander PPO", 20, MAIN),
-        *_jobs("HalfCheetah PPO", 10, MAIN),
+        *_jobs("CartPole PPO", 30, MAIN),
         *_jobs("Pendulum SAC", 10, MAIN),
         *_jobs("CartPole DQN", 10, MAIN),
     ],
+    "cheetah": _jobs("HalfCheetah PPO", 10, MAIN),
     "grid": [
         *_jobs("CartPole PPO", 10, (*GRID, "Never", "Random(0.02)", "Shuffled(0.2)")),
         *_jobs("Acrobot PPO", 10, (*GRID, "Shuffled(0.2)")),
         *_jobs("LunarLander PPO", 5, GRID),
         *_jobs("Pendulum SAC", 5, GRID[3:]),
-        *_jobs("HalfCheetah PPO", 3, GRID[3:]),
+        *_jobs("HalfCheetah PPO", 3, ("APS(0.05)", "APS(0.1)", "APS(0.2)")),
     ],
     "ablations": [
         *_jobs("Acrobot PPO", 10, _LOSSES[:2], "is_decoupled=False"),

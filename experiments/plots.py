@@ -84,7 +84,7 @@ def _pareto(runs: Runs, tasks: list[str]) -> Any:
             if len(records) < 3 or "=" in arm:
                 continue
             x = np.mean([record["sent_bytes"] for record in records]) / 1e6
-            value, low, high = iqm_interval([score(record, "mean_return") for record in records])
+            value, low, high = iqm_interval([score(record, "area") for record in records])
             color = "tab:orange" if " " in arm else "tab:blue" if arm.startswith("APS") else "gray"
             mark = _MARKS[arm.partition("(")[0].split(" ")[0]]
             axis.errorbar(x, value, [[value - low], [high - value]], marker=mark, color=color, capsize=2, lw=0.8)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from experiments.arms import TASKS
 
@@ -43,11 +45,17 @@ class Runs:
         return [a[seed] for seed in both], [b[seed] for seed in both]
 
 
-def score(record: dict[str, Any], of: str = "late_return") -> float:
-    """0 for a random policy, 1 for one that has solved the task; the limits stand in arms.py."""
+def score(record: dict[str, Any], of: Literal["area", "late"] = "area") -> float:
+    """0 for a random policy, 1 for one that has solved the task; the limits stand in arms.py.
+
+    "area" is the mean return over the whole run, by steps; "late" that of the episodes in its last tenth.
+    """
     task = TASKS[record["task"]]
-    value = record[of]
-    return float(((task.worst if value is None else value) - task.worst) / (task.best - task.worst))
+    if of == "late":
+        value = record["late_return"]
+    else:
+        value = np.mean([part for part in record["curve"] if part is not None])
+    return float((value - task.worst) / (task.best - task.worst))
 
 
 def fewer(record: dict[str, Any]) -> float:

@@ -82,7 +82,7 @@ def timing_table(runs: Runs) -> str:
             if len(aps) < 3:
                 continue
             cells = [task, delta, str(len(aps))]
-            for of in ("late_return", "mean_return"):
+            for of in ("area", "late"):
                 both = [[score(record, of) for record in side] for side in (aps, shuffled)]
                 cells.append(_shown(probability_of_improvement(*both)))
             cells += [f"{np.mean([r['drift']['90'] for r in side]):.2g}" for side in (aps, shuffled)]
@@ -111,7 +111,7 @@ def grid_table(runs: Runs) -> str:
             ess = [record["ess"]["10"] for record in mine if record["ess"]]
             at_pull = [record["drift_at_pull"]["50"] for record in mine if record["drift_at_pull"]]
             cells = [task, arm, str(len(mine)), _shown(iqm_interval([score(record) for record in mine]))]
-            cells += [_shown(iqm_interval([score(record, "mean_return") for record in mine]))]
+            cells += [_shown(iqm_interval([score(record, "area") for record in mine]))]
             cells += [_mean(mine, fewer_pulls), _mean(mine, fewer), f"{np.mean(at_pull):.2g}" if at_pull else ""]
             cells.append(f"{np.mean(ess):.3f}" if ess else "")
             lines.append(cells)
@@ -127,7 +127,7 @@ def ablation_table(runs: Runs) -> str:
             mine, other = runs.pairs(task, arm, base)
             if arm == base or len(mine) < 3:
                 continue
-            areas = [[score(record, "mean_return") for record in side] for side in (mine, other)]
+            areas = [[score(record, "area") for record in side] for side in (mine, other)]
             cells = [task, arm, str(len(mine)), _shown(iqm_interval([score(record) for record in mine]))]
             cells += [_shown(iqm_interval(areas[0])), base, _shown(difference(*areas), sign=True)]
             cells += [_mean(mine, lambda r: r["pulls"]), f"{np.mean([r['sent_bytes'] for r in mine]) / 1e6:.2f}"]
