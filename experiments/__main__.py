@@ -46,7 +46,7 @@ def run(jobs: list[Job], path: Path, processes: int, steps_share: float = 1.0, u
     """Whatever of these is not in the file yet, side by side; a run that permutes another's pulls waits for it."""
     done = {key_of(record): record for record in read(path)}
     waiting = [job for job in jobs if (job.arm, job.seed) not in done]
-    total, begin, stamp = len(waiting), time.monotonic(), about()
+    total, count, begin, stamp = len(waiting), 0, time.monotonic(), about()
     running: dict[Future[dict[str, Any]], Job] = {}
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool, path.open("a") as file:
         while waiting or running:
@@ -63,9 +63,9 @@ def run(jobs: list[Job], path: Path, processes: int, steps_share: float = 1.0, u
                 done[job.arm, job.seed] = record
                 file.write(json.dumps(record | stamp) + "\n")
                 file.flush()
-                spent = time.monotonic() - begin
+                count, spent = count + 1, time.monotonic() - begin
                 print(
-                    f"{total - len(waiting) - len(running)} of {total} after {spent:.0f} s: {job.arm.task}, "
+                    f"{count} of {total} after {spent:.0f} s: {job.arm.task}, "
                     f"{job.arm.name}, seed {job.seed}: {record['seconds']} s, return {record['late_return']}",
                     file=sys.stderr,
                     flush=True,

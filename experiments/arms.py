@@ -118,6 +118,7 @@ TABLES: dict[str, list[Job]] = {
         *_jobs("Pendulum SAC", 10, MAIN),
         *_jobs("CartPole DQN", 10, MAIN),
     ],
+    "lander": _jobs("LunarLander PPO", 2, GRID),
     "cheetah": _jobs("HalfCheetah PPO", 10, MAIN),
     "grid": [
         *_jobs("CartPole PPO", 10, (*GRID, "Never", "Random(0.02)", "Shuffled(0.2)")),

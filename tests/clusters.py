@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 
 import clusterenv as ce
-from clusterenv.backends import network as networks
 from clusterenv.backends.network import Plan, read_tail
-from clusterenv.head.head import Timing
+from clusterenv.backends.remote import Remote
 from clusterenv.transport.keys import read_joining, write_joining
 from netns import Network, Proxy
 
@@ -32,33 +31,37 @@ class NamespaceJobs:
 
     def __init__(self, net: Network, plan: Plan) -> None:
         self.net, self.plan = net, plan
-        self.replaces = True
-        self.agents = [self._start(node) for node in range(len(plan.files))]
+        self.agents: dict[int, subprocess.Popen[Any]] = {}
+        self.is_full = False  # whether there is no machine to be had
+        for node in range(plan.nodes):
+            self.start(node)
 
-    def _start(self, node: int) -> subprocess.Popen[Any]:
+    def look(self) -> dict[int, str]:
+        codes = {node: agent.poll() for node, agent in self.agents.items()}
+        return {node: f"exited with {code}" for node, code in codes.items() if code is not None}
+
+    def has_job(self, node: int) -> bool:
+        return node in self.agents
+
+    def start(self, node: int) -> None:
+        if self.is_full:
+            raise ce.StartError("no machine is free")
         with (self.plan.folder / f"node-{node}.log").open("ab") as log:
             command = agent_command(self.plan, node, self.plan.lease_s)
-            return self.net.nodes[node].popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-
-    def ended(self) -> dict[int, str]:
-        return {i: f"exited with {agent.poll()}" for i, agent in enumerate(self.agents) if agent.poll() is not None}
-
-    def state(self, node: int) -> str:
-        return ""
-
-    def replace(self, node: int) -> None:
-        if self.replaces and self.agents[node].poll() is not None:
-            self.agents[node] = self._start(node)
+            self.agents[node] = self.net.nodes[node].popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def drop(self, node: int) -> None:
         return None
+
+    def state(self, node: int) -> str:
+        return ""
 
     def log_tail(self, node: int) -> str:
         return read_tail(self.plan.folder / f"node-{node}.log")
 
     def stop(self) -> None:
         deadline = time.monotonic() + 3
-        for agent in self.agents:
+        for agent in self.agents.values():
             try:
                 agent.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -67,25 +70,19 @@ class NamespaceJobs:
 
 
 @dataclass(frozen=True)
-class Namespaces:
+class Namespaces(Remote):
     """A backend over the machines of a `Network`; `jobs[0]` are its agents once it runs."""
 
     net: Network
-    workers_per_node: int = 1
-    heartbeat: tuple[float, float, float] = (0.2, 1.5, 3.0)
-    move_after_s: float | None = 30.0
     through_proxy: bool = False
     jobs: list[NamespaceJobs] = field(default_factory=list)
     proxies: list[Proxy] = field(default_factory=list)
-    is_remote = True
-    allow_pickle = True
+    start_timeout_s: float = field(default=60.0, kw_only=True)
+    heartbeat: tuple[float, float, float] = field(default=(0.2, 1.5, 3.0), kw_only=True)
+    oversubscribe: bool = field(default=True, kw_only=True)
 
     def start(self, *args: Any) -> Any:
-        timing = Timing(*self.heartbeat, self.move_after_s)
         head = self.net.head
-        cluster = networks.Cluster(
-            len(self.net.nodes), self.workers_per_node, head.address, timing=timing, oversubscribe=True
-        )
 
         def launch(plan: Plan) -> NamespaceJobs:
             if self.through_proxy:
@@ -93,7 +90,7 @@ class Namespaces:
             self.jobs[:] = [NamespaceJobs(self.net, plan)]
             return self.jobs[0]
 
-        return head.call(networks.start, cluster, launch, *args)
+        return head.call(self.start_with, len(self.net.nodes), head.address, launch, *args)
 
     def _divert(self, plan: Plan) -> None:
         """Key files that name a proxy on the first node's machine."""

@@ -220,6 +220,7 @@ def _write_image(path: Path, name: str, entries: Mapping[str, Path | bytes | str
 
 
 def _free_ports(count: int) -> list[int]:
+    # Not that of ports.py: this file is also run by itself, in a Python that sees nothing else.
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]
@@ -357,7 +358,7 @@ class KubeCluster:
         """One certificate, self-signed, for every server and for the apiserver as a client; a token for each user."""
         self._key, self._certificate = self.folder / "key.pem", self.folder / "certificate.pem"
         extensions = [
-            f"subjectAltName=IP:127.0.0.1,DNS:{NODE}",
+            f"subjectAltName=IP:127.0.0.1,IP:{self.host_address},DNS:{NODE}",
             "keyUsage=critical,digitalSignature,keyCertSign",
             "extendedKeyUsage=serverAuth,clientAuth",
         ]
@@ -366,8 +367,9 @@ class KubeCluster:
             + ["-keyout", self._key, "-out", self._certificate, "-days", "2", "-subj", "/CN=apiserver"]
             + [part for extension in extensions for part in ("-addext", extension)]
         )
-        authority = b64encode(self._certificate.read_bytes()).decode()
-        server = {"server": f"https://127.0.0.1:{api_port}", "certificate-authority-data": authority}
+        self.api_port, self.authority = api_port, self._certificate.read_text()
+        authority = b64encode(self.authority.encode()).decode()
+        server = {"server": f"https://{self.host_address}:{api_port}", "certificate-authority-data": authority}
         rows = []
         for name in ("admin", *self._users):
             token = secrets.token_hex(16)
@@ -447,7 +449,7 @@ class KubeCluster:
         self._daemon("etcd", ["etcd"], etcd)
         flags = {
             "etcd-servers": client,
-            "bind-address": "127.0.0.1",
+            "bind-address": self.host_address,  # where pods reach it too
             "secure-port": api_port,
             "advertise-address": self.host_address,
             "endpoint-reconciler-type": "none",

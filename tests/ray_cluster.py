@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from slurm_cluster import _free_ports as free_ports
+from ports import free_ports
 
 COMMAND = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--num-cpus=2", "--disable-usage-stats"]
 

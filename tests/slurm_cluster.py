@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from ports import free_ports
 
 PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge"]
 
@@ -48,7 +49,7 @@ class SlurmCluster:
         return self
 
     def _start(self) -> None:
-        ports = _free_ports(1 + len(self.names))
+        ports = free_ports(1 + len(self.names))
         munge = self.folder / "munge"
         munge.mkdir(mode=0o755)
         (munge / "key").write_bytes(os.urandom(128))
@@ -201,14 +202,6 @@ SlurmdParameters=config_overrides
 {nodes}
 PartitionName=all Nodes={",".join(names)} Default=YES MaxTime=INFINITE State=UP
 """
-
-
-def _free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in held]
-    for sock in held:
-        sock.close()
-    return ports
 
 
 if __name__ == "__main__":

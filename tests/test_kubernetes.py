@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import real
 from clusterenv.backends.kubernetes import pod_manifest, run_manifest, secret_manifest
 from clusterenv.cli import main
 from clusters import pods
+from stepping import joined, step_until
 
 ID = "CartPole-v1"
 FAST = (0.2, 1.5, 4.0)
@@ -45,20 +47,6 @@ def await_nothing_left(timeout_s=40.0):
     while left := objects():
         assert time.monotonic() < deadline, left
         time.sleep(0.3)
-
-
-def joined(envs):
-    return [event.kind for event in envs.events()].count("node_joined")
-
-
-def step_until(envs, condition, timeout_s=60.0):
-    deadline, lost = time.monotonic() + timeout_s, []
-    while not condition():
-        assert time.monotonic() < deadline, envs.events()
-        infos = envs.step(np.zeros(envs.num_envs, np.int64))[4]
-        if "transition_valid" in infos:
-            lost += np.flatnonzero(~infos["transition_valid"]).tolist()
-    return lost
 
 
 # -- manifests ----------------------------------------------------------------------------------------------------
@@ -159,7 +147,7 @@ def test_a_deleted_pod_is_replaced_and_nothing_is_left():
         assert len(objects()) == 5, "two pods, two secrets, the run"
         victim = next(name for name in objects() if name.startswith("pod/") and "-0-1" in name)
         kubectl("delete", "--wait=false", victim)
-        lost = step_until(envs, lambda: joined(envs) == 3 and not envs.stats()["missing_nodes"])
+        _, lost = step_until(envs, lambda: joined(envs) == 3 and not envs.stats()["missing_nodes"])
         assert len(lost) == len(set(lost)) and set(lost) <= {0, 1}
         assert "preempted" in next(event.reason for event in envs.events() if event.kind == "node_lost")
         assert envs.collector(ce.RandomPolicy(), seed=1).rollout(8).valid.all()
@@ -213,6 +201,60 @@ envs.reset(seed=1)
 print("running", flush=True)
 time.sleep(100)
 """
+
+
+INSIDE = """
+import numpy as np, clusterenv as ce
+backend = ce.Kubernetes(**{settings!r})
+with ce.ClusterEnv("CartPole-v1", 4, backend=backend) as envs:
+    policy = ce.NumpyPolicy(lambda w, obs: obs @ w["w"], {{"w": np.ones((4, 2), np.float32)}})
+    batch = envs.collector(policy, seed=1).rollout(32)
+    print("valid rows:", int(batch.valid.sum()), flush=True)
+"""
+
+
+@in_pods
+def test_the_head_in_a_pod(tmp_path):
+    """With nothing but its service account and the rights of deploy/rbac.yaml; its address is the pod's own."""
+    cluster = real.running["kubernetes"]
+    kubectl("apply", "-f", str(Path(__file__).parent.parent / "deploy" / "rbac.yaml"))
+    kubectl("create", "configmap", "authority", f"--from-literal=ca.crt={cluster.authority}")
+    backend = pods(cluster, 2, heartbeat=FAST, kubeconfig=None, bind=None, folder=str(tmp_path))
+    settings = {item.name: getattr(backend, item.name) for item in dataclasses.fields(backend)}
+    # What the admission plugin adds where it is on, as it is not here.
+    account = [
+        {"serviceAccountToken": {"path": "token"}},
+        {"configMap": {"name": "authority", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
+        {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]}},
+    ]
+    where = "/var/run/secrets/kubernetes.io/serviceaccount"
+    api = {"KUBERNETES_SERVICE_HOST": cluster.host_address, "KUBERNETES_SERVICE_PORT": str(cluster.api_port)}
+    container = {
+        "name": "head",
+        "image": cluster.image,
+        "imagePullPolicy": "Never",
+        "command": [sys.executable, "-c", INSIDE.format(settings=settings)],
+        "env": [{"name": name, "value": value} for name, value in api.items()],
+        "volumeMounts": [*cluster.volume_mounts, {"name": "account", "mountPath": where}],
+    }
+    spec = {
+        "serviceAccountName": "clusterenv-head",
+        "restartPolicy": "Never",
+        "containers": [container],
+        "volumes": [*cluster.volumes, {"name": "account", "projected": {"sources": account}}],
+    }
+    path = tmp_path / "head.json"
+    path.write_text(json.dumps({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "head"}, "spec": spec}))
+    kubectl("apply", "-f", str(path))
+    try:
+        deadline = time.monotonic() + 80
+        while (phase := kubectl("get", "pod", "head", "-o", "jsonpath={.status.phase}")) in ("Pending", "Running"):
+            assert time.monotonic() < deadline, kubectl("logs", "head")
+            time.sleep(0.5)
+        assert phase == "Succeeded" and "valid rows: 128" in kubectl("logs", "head"), kubectl("logs", "head")
+        await_nothing_left()
+    finally:
+        kubectl("delete", "pod/head", "configmap/authority", "--force", "--grace-period=0")
 
 
 @in_pods

@@ -18,10 +18,12 @@ import torch
 from torch import nn
 
 import clusterenv as ce
+from clusterenv.backends.keeper import Keeper
 from clusterenv.transport.keys import Joining, make_keys, read_joining, write_joining
 from clusters import Namespaces
 from experiments.ppo import PPO
 from netns import Network
+from stepping import joined, kinds, step_until
 from test_aps import net as mlp
 
 pytestmark = pytest.mark.network
@@ -59,21 +61,6 @@ def agents():
     return sorted(found, key=lambda p: p.cmdline()[p.cmdline().index("--join") + 1])
 
 
-def step_until(envs, condition, timeout_s=15.0, n=4):
-    """Step until something is so; returns the seconds that it took, and the lost slots that were told on the way."""
-    begin, lost = time.monotonic(), []
-    while not condition():
-        assert time.monotonic() - begin < timeout_s, envs.events()
-        infos = envs.step(zeros(n))[4]
-        if "transition_valid" in infos:
-            lost += np.flatnonzero(~infos["transition_valid"]).tolist()
-    return time.monotonic() - begin, lost
-
-
-def kinds(envs):
-    return [event.kind for event in envs.events()]
-
-
 def test_3_a_killed_node_is_known_at_once_and_replaced(net):
     with make(net) as envs:
         envs.reset(seed=1)
@@ -81,10 +68,10 @@ def test_3_a_killed_node_is_known_at_once_and_replaced(net):
         node = agents()[0]
         workers = node.children(recursive=True)
         node.kill()
-        seconds, lost = step_until(envs, lambda: "node_lost" in kinds(envs))
+        seconds, lost = step_until(envs, lambda: "node_lost" in kinds(envs), 15)
         assert seconds < 1.0
         assert not psutil.wait_procs(workers, timeout=2.0)[1], "its workers died with it"
-        _, more = step_until(envs, lambda: kinds(envs).count("node_joined") == 3)
+        _, more = step_until(envs, lambda: joined(envs) == 3, 15)
         for _ in range(5):
             infos = envs.step(zeros())[4]
         assert "transition_valid" not in infos
@@ -112,11 +99,11 @@ def test_4_a_stopped_node_is_fenced(net):
         node = agents()[0]
         node.suspend()
         try:
-            seconds, _ = step_until(envs, lambda: "node_lost" in kinds(envs))
+            seconds, _ = step_until(envs, lambda: "node_lost" in kinds(envs), 15)
             assert seconds < FAST[1] + 1.5
         finally:
             node.resume()
-        step_until(envs, lambda: kinds(envs).count("node_joined") == 3)
+        step_until(envs, lambda: joined(envs) == 3, 15)
         for _ in range(10):
             obs = envs.step(zeros())[0]
         assert np.isfinite(obs).all()
@@ -127,10 +114,10 @@ def test_7_a_node_that_is_cut_off_is_given_up_and_comes_back(net):
         envs.reset(seed=1)
         envs.step(zeros())
         net.nodes[0].link_down()
-        seconds, lost = step_until(envs, lambda: "node_lost" in kinds(envs))
+        seconds, lost = step_until(envs, lambda: "node_lost" in kinds(envs), 15)
         assert seconds < FAST[1] + 1.5
         net.nodes[0].link_up()
-        seconds, more = step_until(envs, lambda: len(envs.stats()["missing_nodes"]) == 0)
+        seconds, more = step_until(envs, lambda: len(envs.stats()["missing_nodes"]) == 0, 15)
         assert seconds < 5.0
         for _ in range(20):
             envs.step(zeros())
@@ -288,18 +275,105 @@ def test_a_replacement_that_dies_before_it_comes_is_asked_for_again(net):
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         envs.reset(seed=1)
         jobs = backend.jobs[0]
-        start, failures = jobs._start, []
+        start, failures = jobs.start, []
 
         def fail_once(node):
             if failures:
-                return start(node)
-            failures.append(node)
-            return net.nodes[node].popen(["false"])
+                start(node)
+            else:
+                failures.append(node)
+                jobs.agents[node] = net.nodes[node].popen(["false"])
 
-        jobs._start = fail_once
+        jobs.start = fail_once
         agents()[0].kill()
-        step_until(envs, lambda: kinds(envs).count("node_joined") == 3, timeout_s=30)
+        step_until(envs, lambda: joined(envs) == 3, 30)
         assert failures == [0] and "node_asked_again" in kinds(envs)
+
+
+class Scheduler:
+    """`Jobs` without any; what is in `errors` is raised, the first one first."""
+
+    def __init__(self, *nodes):
+        self.jobs, self.over, self.errors, self.log = set(nodes), {}, [], []
+
+    def look(self):
+        return dict(self.over)
+
+    def has_job(self, node):
+        return node in self.jobs
+
+    def start(self, node):
+        if self.errors:
+            raise self.errors.pop(0)
+        self.over.pop(node, None)
+        self.jobs.add(node)
+        self.log.append(f"start {node}")
+
+    def drop(self, node):
+        self.jobs.discard(node)
+        self.log.append(f"drop {node}")
+
+    def stop(self):
+        self.log.append("stop")
+
+
+@pytest.fixture
+def scheduler():
+    return Scheduler(0, 1)
+
+
+@pytest.fixture
+def keeper(scheduler):
+    keeper = Keeper()
+    keeper.keep(scheduler)
+    yield keeper
+    keeper.stop()
+
+
+def wait_for(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_node_is_started_again_when_its_job_is_over(keeper, scheduler):
+    keeper.want(0)
+    keeper.want(2)
+    wait_for(lambda: scheduler.log)
+    assert scheduler.log == ["start 2"], "the one without a job"
+    scheduler.over[1] = "ended"
+    wait_for(lambda: keeper.over)
+    assert keeper.over == {1: "ended"} and scheduler.log == ["start 2"], "nobody wants it again"
+    scheduler.over[0] = "ended"
+    wait_for(lambda: len(scheduler.log) == 2)
+    assert scheduler.log[1] == "start 0" and 0 not in keeper.over
+    keeper.let_go(1)
+    wait_for(lambda: not keeper.over)
+    keeper.want(1)
+    wait_for(lambda: len(scheduler.log) == 4)
+    assert scheduler.log[2:] == ["drop 1", "start 1"]
+
+
+def test_a_start_that_fails_is_tried_again(keeper, scheduler, caplog):
+    scheduler.errors = [ce.StartError("sbatch says: no"), KeyError("a bug of its client")]
+    keeper.want(2)
+    wait_for(lambda: scheduler.log)
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert told == [
+        "node 2 could not be started: sbatch says: no",
+        "node 2 could not be started: KeyError: 'a bug of its client'",
+    ]
+
+
+def test_a_scheduler_that_does_not_answer(keeper, scheduler, caplog):
+    scheduler.over = None  # what `look` makes of it is a TypeError
+    wait_for(lambda: any("while asking the backend: TypeError" in record.message for record in caplog.records))
+    scheduler.over = {0: "ended"}
+    wait_for(lambda: keeper.over == {0: "ended"})
+    keeper.stop()
+    keeper.stop()
+    assert scheduler.log == ["stop"]
 
 
 @pytest.mark.slow
@@ -358,7 +432,7 @@ def test_21_a_hundred_handshakes_a_second(net):
         alone = rate()
         knocking = net.nodes[1].popen([sys.executable, "-c", code, good.address, good.head_key])
         try:
-            step_until(envs, lambda: envs.stats()["refused_keys"] > 20)
+            step_until(envs, lambda: envs.stats()["refused_keys"] > 20, 15)
             before, under = envs.stats()["refused_keys"], rate()
             refused = (envs.stats()["refused_keys"] - before) / 3.0
         finally:
@@ -531,13 +605,14 @@ def test_large_policies_travel_in_pieces_and_steps_go_on(net):
 
 
 def test_a_node_that_stays_away_hands_its_slots_to_the_others(net):
-    with make(net, move_after_s=0.5) as envs:
+    backend = Namespaces(net, heartbeat=FAST, move_after_s=0.5)
+    with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         envs.reset(seed=1)
         envs.step(zeros())
         crew = envs._pool._crew
-        crew._head._replace = lambda node, reason: None  # the backend has none to give
+        backend.jobs[0].is_full = True
         agents()[0].kill()
-        step_until(envs, lambda: crew._head.roster.holder(0) == 1)
+        step_until(envs, lambda: crew._head.roster.holder(0) == 1, 15)
         for _ in range(20):
             obs, *_ = envs.step(zeros())
         assert np.isfinite(obs).all() and envs.stats()["missing_nodes"] == [0]
@@ -549,7 +624,7 @@ def test_19_a_late_joiner_collects_with_the_current_weights(net):
         weights = {"w": np.ones((4, 2), np.float32)}
         collector = envs.collector(ce.NumpyPolicy(forward, weights, dist="categorical"), seed=1)
         collector.rollout(8)
-        backend.jobs[0].replaces = False
+        backend.jobs[0].is_full = True
         agents()[0].kill()
         stream = collector.stream(8)
         for _ in range(20):  # the other node goes on alone
@@ -558,11 +633,11 @@ def test_19_a_late_joiner_collects_with_the_current_weights(net):
             newest = collector.publish()
         while "node_lost" not in kinds(envs):
             next(stream)
-        backend.jobs[0].agents[0] = backend.jobs[0]._start(0)
+        backend.jobs[0].is_full = False
         while 0 not in batch.slots:
             batch = next(stream)
-        joined = [e.time_s for e in envs.events() if e.kind == "node_joined"][-1]
-        assert time.time() - joined < 5.0
+        back = [e.time_s for e in envs.events() if e.kind == "node_joined"][-1]
+        assert time.time() - back < 5.0
         assert (batch.versions == newest).all() and (batch.incarnations == 1).all()
         stream.close()
 

@@ -14,6 +14,7 @@ import pytest
 
 import clusterenv as ce
 import real
+from stepping import joined, step_until
 
 ID = "CartPole-v1"
 FAST = (0.2, 1.5, 4.0)
@@ -54,12 +55,7 @@ def test_a_killed_actor_is_replaced_and_nothing_is_left():
         actor = agents()[0].parent()
         assert actor is not None and "NodeActor" in " ".join(actor.cmdline())
         actor.kill()
-        deadline, lost = time.monotonic() + 60, []
-        while [e.kind for e in envs.events()].count("node_joined") < 3 or envs.stats()["missing_nodes"]:
-            assert time.monotonic() < deadline, envs.events()
-            infos = envs.step(np.zeros(4, np.int64))[4]
-            if "transition_valid" in infos:
-                lost += np.flatnonzero(~infos["transition_valid"]).tolist()
+        _, lost = step_until(envs, lambda: joined(envs) == 3 and not envs.stats()["missing_nodes"])
         for _ in range(5):
             envs.step(np.zeros(4, np.int64))
         assert len(lost) == len(set(lost)) and (set(lost) <= {0, 1} or set(lost) <= {2, 3}), "one node's episodes"

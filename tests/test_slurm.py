@@ -17,6 +17,7 @@ import clusterenv as ce
 import real
 from clusterenv.backends.slurm import job_script, srun_command
 from clusterenv.cli import main
+from stepping import joined, step_until
 
 ID = "CartPole-v1"
 FAST = (0.2, 1.5, 4.0)
@@ -43,21 +44,6 @@ def jobs():
 
 def scontrol(*args):
     subprocess.run(["scontrol", *args], check=True, capture_output=True)
-
-
-def joined(envs):
-    return [event.kind for event in envs.events()].count("node_joined")
-
-
-def step_until(envs, condition, timeout_s=60.0):
-    """Steps until something is so; returns the slots whose episode was declared lost on the way."""
-    deadline, lost = time.monotonic() + timeout_s, []
-    while not condition():
-        assert time.monotonic() < deadline, envs.events()
-        infos = envs.step(np.zeros(envs.num_envs, np.int64))[4]
-        if "transition_valid" in infos:
-            lost += np.flatnonzero(~infos["transition_valid"]).tolist()
-    return lost
 
 
 def await_empty_queue(timeout_s=20.0):
@@ -196,8 +182,7 @@ def test_scancel_costs_one_node_which_is_replaced(tmp_path):
         envs.reset(seed=1)
         assert len(jobs()) == 2
         subprocess.run(["scancel", jobs()[0]], check=True)
-        lost = step_until(envs, lambda: joined(envs) == 3)
-        lost += step_until(envs, lambda: not envs.stats()["missing_nodes"])
+        _, lost = step_until(envs, lambda: joined(envs) == 3 and not envs.stats()["missing_nodes"])
         for _ in range(10):
             envs.step(np.zeros(4, np.int64))
         assert len(lost) == len(set(lost)) and set(lost) <= {0, 1}

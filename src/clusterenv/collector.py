@@ -192,7 +192,7 @@ class Collector:
                 for item in reversed(later):
                     stream.put_back(item)
                 parts = [
-                    self._part(worker, desk.side(item.side), item.result, item.incarnations)
+                    self._part(worker, desk.side(item.side), stream.result(item), item.incarnations)
                     for worker, item in sorted(items.items())
                 ]
                 batch = self._batch(parts, num_steps, True)

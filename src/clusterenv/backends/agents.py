@@ -18,11 +18,20 @@ class AgentProcesses:
     def __init__(self, plan: Plan, dead_after_s: float) -> None:
         self._plan = plan
         self._options = ["--lease-s", str(plan.lease_s), "--dead-after-s", str(max(dead_after_s, plan.lease_s))]
-        self._agents = {node: self._start(node) for node in range(plan.nodes)}
+        self._agents: dict[int, subprocess.Popen[bytes]] = {}
+        for node in range(plan.nodes):
+            self.start(node)
 
-    def _start(self, node: int) -> subprocess.Popen[bytes]:
+    def look(self) -> dict[int, str]:
+        codes = {node: agent.poll() for node, agent in self._agents.items()}
+        return {node: f"ended: {how_it_ended(code)}" for node, code in codes.items() if code is not None}
+
+    def has_job(self, node: int) -> bool:
+        return node in self._agents
+
+    def start(self, node: int) -> None:
         with (self._plan.folder / f"node-{node}.log").open("ab") as log:
-            return subprocess.Popen(
+            self._agents[node] = subprocess.Popen(
                 [*self._plan.command(node), *self._options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -30,19 +39,11 @@ class AgentProcesses:
                 start_new_session=True,  # Ctrl-C in the terminal reaches the head alone, which then closes
             )
 
-    def ended(self) -> dict[int, str]:
-        codes = {node: agent.poll() for node, agent in list(self._agents.items())}
-        return {node: f"ended: {how_it_ended(code)}" for node, code in codes.items() if code is not None}
+    def drop(self, node: int) -> None:
+        return None  # it was told to leave; `stop` makes sure
 
     def state(self, node: int) -> str:
         return ""
-
-    def replace(self, node: int) -> None:
-        if node not in self._agents or self._agents[node].poll() is not None:  # else it is alive, and will join again
-            self._agents[node] = self._start(node)
-
-    def drop(self, node: int) -> None:
-        return None  # it was told to leave; `stop` makes sure
 
     def log_tail(self, node: int) -> str:
         return read_tail(self._plan.folder / f"node-{node}.log")

@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Kubernetes", "delete_run", "pod_manifest", "run_manifest", "secret_manifest"]
 
 _KEY = "/var/run/clusterenv/node.key"
-_ASK_S = 1.0
 _GONE_S = 5.0
 _HOPELESS = {
     "CreateContainerConfigError",
@@ -197,29 +195,33 @@ class _Pods:
         (plan.folder / "kubernetes.json").write_text(json.dumps(note))
         self._pod = [""] * len(plan.files)
         self._tries = [0] * len(plan.files)
-        self._seen: dict[str, Any] = {}  # pod → as the API last described it
-        self._wanted: set[int] = set()
-        self._lock = threading.Lock()
-        self._quit = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="clusterenv-kubernetes", daemon=True)
+        self._seen: dict[str, Any] = {}  # pod → as the API last described it; None: it is gone
         try:
             for node in range(plan.nodes):
-                self._create(node)
+                self.start(node)
         except BaseException:
             delete_run(api, namespace, plan.run)
             raise
         emit(logging.INFO, f"{plan.nodes} pods of run clusterenv-{plan.run} in namespace {namespace}")
-        self._thread.start()
 
-    def _owner(self) -> Manifest:
-        """The run object; made anew where somebody has deleted it, and with it everything that it owned."""
-        name, where = f"clusterenv-{self._plan.run}", self._namespace
-        found = _ask(self._api.read_namespaced_config_map, name, where, none_if=404)
-        if found is None:
-            found = _ask(self._api.create_namespaced_config_map, where, run_manifest(self._plan.run))
-        return {"apiVersion": "v1", "kind": "ConfigMap", "name": name, "uid": found.metadata.uid}
+    def look(self) -> dict[int, str]:
+        selector = f"clusterenv/run={self._plan.run}"
+        found = _ask(self._api.list_namespaced_pod, self._namespace, label_selector=selector, _request_timeout=10)
+        self._seen = {**dict.fromkeys(self._seen), **{pod.metadata.name: pod for pod in found.items}}
+        over = {}
+        for node, name in enumerate(self._pod):
+            if name in self._seen:
+                pod = self._seen[name]
+                text, is_over = ("deleted", True) if pod is None else _describe(pod)
+                if is_over:
+                    over[node] = f"ended: pod {name} is {text}"
+        return over
 
-    def _create(self, node: int) -> None:
+    def has_job(self, node: int) -> bool:
+        return bool(self._pod[node])
+
+    def start(self, node: int) -> None:
+        self._delete(node, 0)
         owner, run = self._owner(), self._plan.run
         secret = secret_manifest(run, node, self._plan.files[node].read_text(), owner)
         _ask(self._api.create_namespaced_secret, self._namespace, secret, none_if=409)  # there from the pod before
@@ -229,57 +231,28 @@ class _Pods:
         _ask(self._api.create_namespaced_pod, self._namespace, pod)
         self._pod[node] = name
 
-    def _watch(self) -> None:
-        selector = f"clusterenv/run={self._plan.run}"
-        known: set[str] = set()
-        while not self._quit.wait(_ASK_S):
-            try:
-                found = self._api.list_namespaced_pod(self._namespace, label_selector=selector, _request_timeout=10)
-                pods = {pod.metadata.name: pod for pod in found.items}
-                with self._lock:
-                    self._seen = {**dict.fromkeys(known - pods.keys()), **pods}
-                    known |= pods.keys()
-                over = self.ended()
-                for node in [node for node in self._wanted if node in over or not self._pod[node]]:
-                    self._again(node)
-                    self._wanted.discard(node)
-            except StartError as error:  # a quota, rights taken away: tried again, and worth knowing
-                emit(logging.WARNING, f"a node could not be asked for again: {error}")
-            except Exception as error:  # a busy API server, a network that hiccups: later
-                emit(logging.DEBUG, f"Kubernetes: {_told(error)}")
+    def _owner(self) -> Manifest:
+        """The run object; made anew where somebody has deleted it, and with it everything that it owned."""
+        name, where = f"clusterenv-{self._plan.run}", self._namespace
+        found = _ask(self._api.read_namespaced_config_map, name, where, none_if=404)
+        if found is None:
+            found = _ask(self._api.create_namespaced_config_map, where, run_manifest(self._plan.run))
+        return {"apiVersion": "v1", "kind": "ConfigMap", "name": name, "uid": found.metadata.uid}
 
-    def _again(self, node: int) -> None:
-        self._delete(node, 0)
-        self._create(node)
+    def drop(self, node: int) -> None:
+        self._delete(node, 5)
+        self._pod[node] = ""
 
     def _delete(self, node: int, grace_s: int) -> None:
         if self._pod[node]:
             with contextlib.suppress(Exception):  # it is gone already, or will be with the run
-                self._api.delete_namespaced_pod(self._pod[node], self._namespace, grace_period_seconds=grace_s)
-
-    def drop(self, node: int) -> None:
-        self._wanted.discard(node)
-        self._delete(node, 5)
-        self._pod[node] = ""
+                self._api.delete_namespaced_pod(
+                    self._pod[node], self._namespace, grace_period_seconds=grace_s, _request_timeout=10
+                )
 
     def state(self, node: int) -> str:
-        with self._lock:
-            pod = self._seen.get(self._pod[node], "")
+        pod = self._seen.get(self._pod[node], "")
         return "" if pod == "" else "deleted" if pod is None else _describe(pod)[0]
-
-    def ended(self) -> dict[int, str]:
-        over = {}
-        with self._lock:
-            seen = dict(self._seen)
-        for node, name in enumerate(self._pod):
-            if name in seen:
-                text, is_over = ("deleted", True) if seen[name] is None else _describe(seen[name])
-                if is_over:
-                    over[node] = f"ended: pod {name} is {text}"
-        return over
-
-    def replace(self, node: int) -> None:
-        self._wanted.add(node)  # as soon as its pod is known to be over; if it is not, it joins anew
 
     def log_tail(self, node: int) -> str:
         name = self._pod[node]
@@ -296,10 +269,6 @@ class _Pods:
         return "\n".join([f"pod {name}: {self.state(node)}", *told, tail or "(it has said nothing)"])
 
     def stop(self) -> None:
-        if self._quit.is_set():
-            return
-        self._quit.set()
-        self._thread.join()
         try:
             delete_run(self._api, self._namespace, self._plan.run)
         finally:
@@ -348,10 +317,10 @@ def _describe(pod: Any) -> tuple[str, bool]:
     return str(status.phase), False
 
 
-def _ask(call: Any, *args: Any, none_if: int = 0) -> Any:
+def _ask(call: Any, *args: Any, none_if: int = 0, **options: Any) -> Any:
     """The answer; None where it is this HTTP status, and a StartError that quotes any other."""
     try:
-        return call(*args, _request_timeout=30)
+        return call(*args, **{"_request_timeout": 30, **options})
     except Exception as error:  # the client raises its own, and urllib3's
         if getattr(error, "status", None) == none_if:
             return None

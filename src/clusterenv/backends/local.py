@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError
 from clusterenv.events import EventLog, emit
 from clusterenv.pool import Pool
@@ -15,6 +17,9 @@ from clusterenv.pool.inline import InlineCrew
 from clusterenv.pool.processes import ProcessCrew
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
+
+if TYPE_CHECKING:
+    from clusterenv.backends.network import Plan
 
 __all__ = ["Local"]
 
@@ -99,28 +104,27 @@ class Local:
     def _start_network(
         self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog
     ) -> Pool:
-        from clusterenv.backends import network
         from clusterenv.backends.agents import AgentProcesses
-        from clusterenv.head.head import Timing
 
         workers = self.workers or max(self.nodes, min(len(os.sched_getaffinity(0)), blueprint.num_envs))
         if workers % self.nodes:
             raise SpecError(f"Local(workers={workers}, nodes={self.nodes}): every node has as many workers")
-        timing = Timing(*self.heartbeat, self.move_after_s)
-        cluster = network.Cluster(
-            self.nodes,
-            workers // self.nodes,
-            "127.0.0.1",
+        remote = Remote(
+            workers_per_node=workers // self.nodes,
+            start_timeout_s=60.0,
+            max_nodes=self.max_nodes,
             threads_per_worker=self.threads_per_worker,
             preload=self.preload,
-            timing=timing,
+            heartbeat=self.heartbeat,
+            move_after_s=self.move_after_s,
             oversubscribe=True,
             allow_pickle=self.allow_pickle,
-            max_nodes=self.max_nodes,
         )
-        return network.start(
-            cluster, lambda plan: AgentProcesses(plan, timing.dead_after_s), blueprint, mode, recovery, events
-        )
+
+        def launch(plan: Plan) -> AgentProcesses:
+            return AgentProcesses(plan, dead_after_s=self.heartbeat[1])
+
+        return remote.start_with(self.nodes, "127.0.0.1", launch, blueprint, mode, recovery, events)
 
 
 def split(num_envs: int, workers: int) -> list[list[int]]:

@@ -52,17 +52,20 @@ class _ByHand:
         sys.stderr.write(text)
         sys.stderr.flush()
 
-    def ended(self) -> dict[int, str]:
+    def look(self) -> dict[int, str]:
         return {}  # nobody knows
 
-    def state(self, node: int) -> str:
-        return ""
+    def has_job(self, node: int) -> bool:
+        return False  # the user sees whether it runs, and is told at once
 
-    def replace(self, node: int) -> None:
+    def start(self, node: int) -> None:
         sys.stderr.write(f"clusterenv: node {node} is wanted: {self._lines[node]}    # {self._files[node]}\n")
 
     def drop(self, node: int) -> None:
         return None
+
+    def state(self, node: int) -> str:
+        return ""
 
     def log_tail(self, node: int) -> str:
         return "(in the terminal where it was started)"

@@ -20,22 +20,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.backends.keeper import Keeper
 from clusterenv.backends.leftovers import note_head
 from clusterenv.backends.local import split
+from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import EventLog, emit
 from clusterenv.head.crew import RemoteCrew
-from clusterenv.head.head import DEFAULT, Head, Timing
+from clusterenv.head.head import Head, Timing
 from clusterenv.pool import Pool
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
-from clusterenv.transport.keys import Joining, KeyPair, make_keys, private_folder, write_joining
+from clusterenv.transport.keys import Joining, make_keys, private_folder, write_joining
 
-__all__ = ["Cluster", "Jobs", "Plan", "address_of", "start"]
+__all__ = ["Jobs", "Plan", "address_of", "start"]
 
 _SIOCGIFADDR = 0x8915
 
@@ -66,22 +68,29 @@ class Plan:
 
 
 class Jobs(Protocol):
-    """The node agents of one run."""
+    """The node agents of one run; those wanted at first are started when it is made.
 
-    def ended(self) -> dict[int, str]:
-        """Nodes whose agent is known to be over, and why. Called every half a second: must be quick."""
+    `Keeper`'s thread calls it, but for `state` and `log_tail`: meanwhile, whoever awaits the nodes does.
+    """
+
+    def look(self) -> dict[int, str]:
+        """Ask the scheduler: nodes whose agent is known to be over, and why. May be slow, may raise."""
         ...
 
-    def state(self, node: int) -> str:
-        """What the scheduler says of a node that has not come yet ("PENDING (Resources)"); may be empty."""
+    def has_job(self, node: int) -> bool:
+        """Whether this node was started, and not dropped since: then it is not started again before that is over."""
         ...
 
-    def replace(self, node: int) -> None:
-        """Start this node, for the first time or again."""
+    def start(self, node: int) -> None:
+        """Start this node, for the first time or in place of a job that is over."""
         ...
 
     def drop(self, node: int) -> None:
         """It is not wanted any more, and was told so."""
+        ...
+
+    def state(self, node: int) -> str:
+        """What the scheduler says of a node that has not come yet ("PENDING (Resources)"); may be empty."""
         ...
 
     def log_tail(self, node: int) -> str:
@@ -89,73 +98,65 @@ class Jobs(Protocol):
         ...
 
     def stop(self) -> None:
-        """Nothing may be left. Bounded, idempotent."""
+        """Nothing may be left. Bounded; called once, when nothing else will be."""
         ...
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Numbers that network backends have in common."""
-
-    nodes: int
-    workers_per_node: int
-    bind: str
-    port: int = 0
-    start_timeout_s: float = 60.0
-    threads_per_worker: int | None = 1
-    preload: tuple[str, ...] = ()
-    timing: Timing = DEFAULT
-    other_infos: Literal["refuse", "repr"] = "refuse"
-    folder: Path | None = None
-    oversubscribe: bool = False
-    """More workers than cores on a node are no mistake."""
-    allow_pickle: bool = True
-    min_nodes: int | None = None
-    max_nodes: int | None = None
-
-
 def start(
-    cluster: Cluster,
+    remote: Remote,
+    nodes: int,
+    bind: str,
     launch: Callable[[Plan], Jobs],
     blueprint: Blueprint,
     mode: AutoresetMode | None,
     recovery: Recovery,
     events: EventLog,
 ) -> Pool:
-    """Listen, have node agents started, wait for them all, and make the pool."""
-    most = cluster.max_nodes or cluster.nodes
-    workers = most * cluster.workers_per_node
+    """Listen on this address, have node agents started, wait for them all, and make the pool."""
+    most, each = remote.max_nodes or nodes, remote.workers_per_node
+    workers = most * each
     if workers > blueprint.num_envs:
         raise SpecError(
-            f"{most} nodes with {cluster.workers_per_node} workers each are {workers} workers for "
-            f"{blueprint.num_envs} environments: ask for fewer"
+            f"{most} nodes with {each} workers each are {workers} workers for {blueprint.num_envs} environments: "
+            f"ask for fewer"
         )
     run = secrets.token_hex(4)
     # A folder of the run's own, also below one that the user names: it is removed at the end.
-    folder = private_folder((cluster.folder or Path(tempfile.gettempdir())) / f"clusterenv-{run}")
+    folder = private_folder(Path(remote.folder or tempfile.gettempdir()).expanduser() / f"clusterenv-{run}")
     note_head(folder, run)
     keys, node_keys = make_keys(), [make_keys() for _ in range(most)]
-    running: list[Jobs] = []
+    keeper = Keeper()
     try:
-        head = _listen(cluster, keys, node_keys, events, running)
+        head = Head(
+            keys,
+            [pair.public for pair in node_keys],
+            bind,
+            remote.port,
+            Timing(*remote.heartbeat, remote.move_after_s),
+            events,
+            keeper,
+            cores=1 if remote.oversubscribe else each,
+            sends_pickle=remote.allow_pickle,
+            invited=nodes,
+        )
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
     def stop() -> None:
-        for jobs in running:
-            jobs.stop()
+        keeper.stop()
         shutil.rmtree(folder, ignore_errors=True)
 
     try:
         files = tuple(folder / f"node-{i}.key" for i in range(most))
         for i, (path, pair) in enumerate(zip(files, node_keys, strict=True)):
             write_joining(path, Joining(run, i, head.address, keys.public, pair.public, pair.secret))
-        running.append(launch(Plan(run, folder, files, cluster.timing.lease_s, cluster.allow_pickle, cluster.nodes)))
-        _await(head, running[0], cluster, blueprint.num_envs)
+        jobs = launch(Plan(run, folder, files, head.timing.lease_s, remote.allow_pickle, nodes))
+        keeper.keep(jobs)
+        _await(head, keeper, jobs, remote, nodes, blueprint.num_envs)
         head.share_out()
         slots_of = split(blueprint.num_envs, workers)
-        seat_of = [worker // cluster.workers_per_node for worker in range(workers)]
+        seat_of = [worker // each for worker in range(workers)]
         crew = RemoteCrew(
             head,
             blueprint,
@@ -163,9 +164,9 @@ def start(
             seat_of,
             mode,
             recovery.check,
-            threads=cluster.threads_per_worker,
-            preload=cluster.preload,
-            other=cluster.other_infos,
+            threads=remote.threads_per_worker,
+            preload=remote.preload,
+            other=remote.other_infos,
             stop=stop,
         )
         return Pool(crew, slots_of, mode, recovery, is_vector=blueprint.is_vector, events=events, node_of=seat_of)
@@ -175,49 +176,32 @@ def start(
         raise
 
 
-def _listen(cluster: Cluster, keys: KeyPair, node_keys: list[KeyPair], events: EventLog, running: list[Jobs]) -> Head:
-    return Head(
-        keys,
-        [pair.public for pair in node_keys],
-        cluster.bind,
-        cluster.port,
-        cluster.timing,
-        events,
-        replace=lambda node, reason: running[0].replace(node) if running else None,
-        ended=lambda: running[0].ended() if running else {},
-        cores=1 if cluster.oversubscribe else cluster.workers_per_node,
-        sends_pickle=cluster.allow_pickle,
-        invited=cluster.nodes,
-        drop=lambda node: running[0].drop(node) if running else None,
-    )
-
-
-def _await(head: Head, jobs: Jobs, cluster: Cluster, num_envs: int) -> None:
+def _await(head: Head, keeper: Keeper, jobs: Jobs, remote: Remote, nodes: int, num_envs: int) -> None:
     """Until every node is here, with a line that says who is missing."""
-    deadline = time.monotonic() + cluster.start_timeout_s
+    deadline = time.monotonic() + remote.start_timeout_s
     shown = ""
     last, came = len(head.roster.missing), time.monotonic()
     while missing := head.roster.missing:
-        here = cluster.nodes - len(missing)
+        here = nodes - len(missing)
         if len(missing) != last:
             last, came = len(missing), time.monotonic()
-        if here >= (cluster.min_nodes or cluster.nodes) and time.monotonic() - came > _OTHERS_S:
-            emit(logging.INFO, f"beginning with {here} of {cluster.nodes} nodes")
+        if here >= (remote.min_nodes or nodes) and time.monotonic() - came > _OTHERS_S:
+            emit(logging.INFO, f"beginning with {here} of {nodes} nodes")
             return
-        line = f"{here}/{cluster.nodes} nodes, {num_envs * here // cluster.nodes}/{num_envs} environments, waiting for "
+        line = f"{here}/{nodes} nodes, {num_envs * here // nodes}/{num_envs} environments, waiting for "
         line += ", ".join(_described(jobs, i) for i in missing[:5]) + (" ..." if len(missing) > 5 else "")
-        if line != shown and time.monotonic() > deadline - cluster.start_timeout_s + 2.0:
+        if line != shown and time.monotonic() > deadline - remote.start_timeout_s + 2.0:
             emit(logging.INFO, line)
             shown = line
-        ended = {node: why for node, why in jobs.ended().items() if node in missing}
+        over = {node: why for node, why in keeper.over.items() if node in missing}
         refused = {node: head.refusals[node] for node in missing if node in head.refusals}
-        if refused or ended:
+        if refused or over:
             text = "; ".join(f"node {node} was refused: {why}" for node, why in refused.items())
-            text = text or "; ".join(f"node {node} {why}" for node, why in ended.items())
-            raise StartError(f"{text}{_tails(jobs, list(refused or ended))}")
+            text = text or "; ".join(f"node {node} {why}" for node, why in over.items())
+            raise StartError(f"{text}{_tails(jobs, list(refused or over))}")
         if time.monotonic() > deadline:
             raise StartError(
-                f"{line} after {cluster.start_timeout_s:g} s. The head listens on {head.address}: nodes must be able "
+                f"{line} after {remote.start_timeout_s:g} s. The head listens on {head.address}: nodes must be able "
                 f"to dial it (bind=... chooses another address){_tails(jobs, missing)}"
             )
         head.pump(0.1)

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -135,29 +134,18 @@ class _Actors:
         cpus = backend.workers_per_node if backend.cpus_per_node is None else backend.cpus_per_node
         options: dict[str, Any] = {"num_cpus": cpus, "resources": dict(backend.resources) or None, "max_restarts": 0}
         self._class = ray.remote(NodeActor).options(scheduling_strategy="SPREAD", **options)
-        self._is_stopped = False
-        self._lock = threading.Lock()
         self._said: dict[int, tuple[int | None, str]] = {}
         self._over: dict[int, str] = {}
-        self._wanted: set[int] = set()  # nodes to be started again, as soon as their actor is over
         self._actors: dict[int, Any] = {}
         self._asked: dict[int, Any] = {}
         for node in range(plan.nodes):
-            self._start(node)
+            self.start(node)
 
-    def _start(self, node: int) -> None:
-        # The key goes as an argument, through Ray's own channels: docs/security.md says what that is worth.
-        self._actors[node] = self._class.remote(self._plan.files[node].read_bytes(), self._plan.options)
-        self._asked[node] = self._actors[node].poll.remote()
-        self._over.pop(node, None)
-        self._said.pop(node, None)
-
-    def _look(self) -> None:
+    def look(self) -> dict[int, str]:
         """Take the answers that are there, and ask again."""
         asked = {node: reference for node, reference in self._asked.items() if node not in self._over}
-        if not asked:
-            return
-        ready, _ = self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=0, fetch_local=False)
+        references = list(asked.values())
+        ready = self._ray.wait(references, num_returns=len(asked), timeout=0, fetch_local=False)[0] if asked else []
         for node, reference in asked.items():
             if reference not in ready:
                 continue
@@ -170,32 +158,23 @@ class _Actors:
                 self._asked[node] = self._actors[node].poll.remote()
             else:
                 self._over[node] = f"ended: {how_it_ended(code)}"
+        return dict(self._over)
 
-    def ended(self) -> dict[int, str]:
-        with self._lock:  # called while nodes are awaited, and by the listening thread
-            if not self._is_stopped:
-                self._look()
-                for node in [node for node in self._wanted if node in self._over or node not in self._actors]:
-                    self._wanted.discard(node)
-                    self._kill(node)
-                    self._start(node)
-            return dict(self._over)
+    def has_job(self, node: int) -> bool:
+        return node in self._actors
 
-    def state(self, node: int) -> str:
-        if node in self._said:
-            return "started"
-        free: Mapping[str, float] = self._ray.available_resources()
-        return f"not placed by Ray yet, which has {free.get('CPU', 0):g} CPU free"
-
-    def replace(self, node: int) -> None:
-        self._wanted.add(node)  # Ray may not know yet that the actor is gone; if it is not, it joins anew
+    def start(self, node: int) -> None:
+        self._kill(node)
+        # The key goes as an argument, through Ray's own channels: docs/security.md says what that is worth.
+        self._actors[node] = self._class.remote(self._plan.files[node].read_bytes(), self._plan.options)
+        self._asked[node] = self._actors[node].poll.remote()
+        self._over.pop(node, None)
+        self._said.pop(node, None)
 
     def drop(self, node: int) -> None:
-        with self._lock:
-            self._wanted.discard(node)
-            self._kill(node)
-            self._asked.pop(node, None)
-            self._over.pop(node, None)
+        self._kill(node)
+        self._asked.pop(node, None)
+        self._over.pop(node, None)
 
     def _kill(self, node: int) -> None:
         actor = self._actors.pop(node, None)
@@ -203,14 +182,16 @@ class _Actors:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor)
 
+    def state(self, node: int) -> str:
+        if node in self._said:
+            return "started"
+        free: Mapping[str, float] = self._ray.available_resources()
+        return f"not placed by Ray yet, which has {free.get('CPU', 0):g} CPU free"
+
     def log_tail(self, node: int) -> str:
         return self._said.get(node, (None, f"({self.state(node)})"))[1]
 
     def stop(self) -> None:
-        if self._is_stopped:
-            return
-        with self._lock:
-            self._is_stopped = True
         stopping = [actor.stop.remote() for node, actor in self._actors.items() if node in self._said]
         deadline = time.monotonic() + _STOP_S
         if stopping:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from clusterenv.errors import SpecError
@@ -75,22 +74,6 @@ class Remote:
         events: EventLog,
     ) -> Pool:
         from clusterenv.backends import network
-        from clusterenv.head.head import Timing
 
-        cluster = network.Cluster(
-            nodes,
-            self.workers_per_node,
-            network.address_of(bind),
-            self.port,
-            self.start_timeout_s,
-            self.threads_per_worker,
-            self.preload,
-            Timing(*self.heartbeat, self.move_after_s),
-            self.other_infos,
-            None if self.folder is None else Path(self.folder).expanduser(),
-            self.oversubscribe,
-            self.allow_pickle,
-            self.min_nodes,
-            self.max_nodes,
-        )
-        return network.start(cluster, launch, blueprint, mode, recovery, events)
+        address = network.address_of(bind)
+        return network.start(self, nodes, address, launch, blueprint, mode, recovery, events)

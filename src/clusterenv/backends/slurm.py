@@ -12,7 +12,6 @@ import shlex
 import shutil
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +59,8 @@ _LEAVE_S = 30
 """A node is told to leave so long before its time limit."""
 
 _ASK_S = 2.0
+"""How often SLURM is asked: its controller serves everybody."""
+
 _COMMAND_S = 30.0
 
 
@@ -187,59 +188,22 @@ class SlurmJobs:
         self._all: list[str] = []
         self._states: dict[str, tuple[str, str]] = {}  # job → state, reason
         self._seen: set[str] = set()
-        self._wanted: set[int] = set()  # nodes to be submitted again, as soon as their job is over
-        self._quit = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="clusterenv-slurm", daemon=True)
+        self._ask_at = 0.0
         try:
             for node in range(plan.nodes):
-                self._submit(node)
+                self.start(node)
         except BaseException:
             cancel(self._all)
             raise
         emit(logging.INFO, f"submitted {len(self._all)} jobs ({', '.join(self._all)}); logs in {self._logs}")
-        self._thread.start()
 
-    def _submit(self, node: int) -> None:
-        script = job_script(self._slurm, self._name, self._plan.command(node), self._log(node), Path.cwd())
-        job = _run(["sbatch", "--parsable"], script).strip().split(";")[0]
-        if not job.isdecimal():
-            raise StartError(f"sbatch answered {job!r}, which is no job id")
-        self._job[node] = job
-        self._all.append(job)
-        with (self._plan.folder / "slurm-jobs").open("a") as file:  # before anything waits: gc finds it here
-            file.write(f"{job}\n")
-
-    def _log(self, node: int) -> Path:
-        return self._logs / f"node-{node}.log"
-
-    def _watch(self) -> None:
-        while not self._quit.wait(_ASK_S):
-            try:
-                text = _run(["squeue", "--noheader", "--states=all", f"--name={self._name}", "--format=%i|%T|%r"])
-            except StartError as error:  # a controller that is busy, or restarting: later
-                emit(logging.DEBUG, str(error))
-                continue
-            states = {}
-            for line in text.splitlines():
-                job, state, reason = line.strip().split("|", 2)
-                states[job] = (state, reason)
-            self._states = states
-            self._seen |= states.keys()
-            over = self.ended()
-            for node in [node for node in self._wanted if node in over or not self._job[node]]:
-                try:
-                    cancel([job for job in [self._job[node]] if job])  # it may wait for what will never be
-                    self._submit(node)
-                except StartError as error:
-                    emit(logging.WARNING, f"node {node} could not be asked for again: {error}")
-                else:
-                    self._wanted.discard(node)
-
-    def state(self, node: int) -> str:
-        state, reason = self._states.get(self._job[node], ("", ""))
-        return f"{state} ({reason})" if reason not in ("", "None") else state
-
-    def ended(self) -> dict[int, str]:
+    def look(self) -> dict[int, str]:
+        if time.monotonic() >= self._ask_at:
+            self._ask_at = time.monotonic() + _ASK_S
+            text = _run(["squeue", "--noheader", "--states=all", f"--name={self._name}", "--format=%i|%T|%r"])
+            lines = [line.strip().split("|", 2) for line in text.splitlines()]
+            self._states = {job: (state, reason) for job, state, reason in lines}
+            self._seen |= self._states.keys()
         over = {}
         for node, job in enumerate(self._job):
             if job in self._states:
@@ -252,14 +216,33 @@ class SlurmJobs:
                 over[node] = f"ended: SLURM knows job {job} no more"
         return over
 
-    def replace(self, node: int) -> None:
-        self._wanted.add(node)  # its job may be queued again, or alive and join anew: then there is nothing to do
+    def has_job(self, node: int) -> bool:
+        return bool(self._job[node])
+
+    def start(self, node: int) -> None:
+        self._cancel(node)  # it may wait for what will never be
+        script = job_script(self._slurm, self._name, self._plan.command(node), self._log(node), Path.cwd())
+        job = _run(["sbatch", "--parsable"], script).strip().split(";")[0]
+        if not job.isdecimal():
+            raise StartError(f"sbatch answered {job!r}, which is no job id")
+        self._job[node] = job
+        self._all.append(job)
+        with (self._plan.folder / "slurm-jobs").open("a") as file:  # before anything waits: gc finds it here
+            file.write(f"{job}\n")
 
     def drop(self, node: int) -> None:
-        self._wanted.discard(node)
-        if self._job[node]:
-            cancel([self._job[node]])
+        self._cancel(node)
         self._job[node] = ""
+
+    def _cancel(self, node: int) -> None:
+        cancel([self._job[node]] if self._job[node] else [])
+
+    def state(self, node: int) -> str:
+        state, reason = self._states.get(self._job[node], ("", ""))
+        return f"{state} ({reason})" if reason not in ("", "None") else state
+
+    def _log(self, node: int) -> Path:
+        return self._logs / f"node-{node}.log"
 
     def log_tail(self, node: int) -> str:
         from clusterenv.backends.network import read_tail
@@ -268,10 +251,7 @@ class SlurmJobs:
         return f"SLURM job {self._job[node]}{': ' * bool(state)}{state}\n{read_tail(self._log(node))}"
 
     def stop(self) -> None:
-        if not self._quit.is_set():
-            self._quit.set()
-            self._thread.join()
-            cancel(self._all)
+        cancel(self._all)
 
 
 class _Steps:
@@ -280,14 +260,23 @@ class _Steps:
     def __init__(self, slurm: Slurm, plan: Plan, hosts: list[str]) -> None:
         self._slurm, self._plan, self._hosts = slurm, plan, hosts
         self._logs = _logs(plan)
-        self._steps = {node: self._start(node) for node in range(plan.nodes)}
+        self._steps: dict[int, subprocess.Popen[bytes]] = {}
+        for node in range(plan.nodes):
+            self.start(node)
         emit(logging.INFO, f"{len(hosts)} steps on {', '.join(hosts)}; logs in {self._logs}")
 
-    def _start(self, node: int) -> subprocess.Popen[bytes]:
+    def look(self) -> dict[int, str]:
+        codes = {node: step.poll() for node, step in self._steps.items()}
+        return {node: f"ended: srun exited with {code}" for node, code in codes.items() if code is not None}
+
+    def has_job(self, node: int) -> bool:
+        return node in self._steps
+
+    def start(self, node: int) -> None:
         script = self._plan.folder / f"node-{node}.sh"
         script.write_text("\n".join(["#!/bin/bash", *_body(self._slurm, self._plan.command(node))]))
         with (self._logs / f"node-{node}.log").open("ab") as log:
-            return subprocess.Popen(
+            self._steps[node] = subprocess.Popen(
                 srun_command(self._slurm, self._hosts[node], script),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -295,19 +284,11 @@ class _Steps:
                 start_new_session=True,  # Ctrl-C in the terminal reaches the head alone, which then closes
             )
 
-    def state(self, node: int) -> str:
-        return f"on {self._hosts[node]}"
-
-    def ended(self) -> dict[int, str]:
-        codes = {node: step.poll() for node, step in list(self._steps.items())}
-        return {node: f"ended: srun exited with {code}" for node, code in codes.items() if code is not None}
-
-    def replace(self, node: int) -> None:
-        if node not in self._steps or self._steps[node].poll() is not None:
-            self._steps[node] = self._start(node)
-
     def drop(self, node: int) -> None:
         return None  # its step ends by itself
+
+    def state(self, node: int) -> str:
+        return f"on {self._hosts[node]}"
 
     def log_tail(self, node: int) -> str:
         from clusterenv.backends.network import read_tail

@@ -402,7 +402,6 @@ class RemoteCrew:
                 f"scale(nodes={nodes}): between 1 and {most}; the backend's max_nodes says how many there may be"
             )
         self._head.scale(nodes)
-        self._release()
 
     def is_leaving(self, index: int) -> bool:
         return self._seat_of[index] in self._head.leaving

@@ -15,8 +15,8 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import gymnasium
 import msgspec
@@ -43,10 +43,7 @@ from clusterenv.protocol.messages import (
 from clusterenv.transport.keys import KeyPair
 from clusterenv.transport.sockets import Arrived, HeadSocket, Link
 
-__all__ = ["DEFAULT", "Head", "Timing", "Weights"]
-
-_ASK_S = 0.5
-"""How often the backend is asked about its jobs."""
+__all__ = ["Head", "Keeper", "Timing", "Weights"]
 
 _MOST = 64
 """Messages that are read before anything else is looked at."""
@@ -59,13 +56,10 @@ _AWAY_S = 0.02
 
 
 class Timing(NamedTuple):
-    beat_s: float = 1.0
-    dead_after_s: float = 10.0
-    lease_s: float = 60.0
-    move_after_s: float | None = 30.0
-
-
-DEFAULT = Timing()
+    beat_s: float
+    dead_after_s: float
+    lease_s: float
+    move_after_s: float | None
 
 
 class Weights(NamedTuple):
@@ -75,6 +69,17 @@ class Weights(NamedTuple):
     data: bytes
     whole: bytes
     """The same, if that is packed."""
+
+
+class Keeper(Protocol):
+    """Who has nodes started and let go. Nothing here may wait."""
+
+    over: dict[int, str]
+    """Nodes whose agent is known to be over, and why."""
+
+    def want(self, node: int) -> None: ...
+
+    def let_go(self, node: int) -> None: ...
 
 
 class _Peer:
@@ -116,8 +121,6 @@ class Head:
     """
     Args:
         node_keys: public keys of the nodes, in the order of their numbers.
-        replace, drop: the backend is to start a node, or to let it go; called by the listening thread, as is
-        ended: which nodes' jobs are over, and why.
         cores: that a node must have.
         invited: so many of the nodes take part at first.
     """
@@ -130,12 +133,10 @@ class Head:
         port: int,
         timing: Timing,
         events: EventLog,
-        replace: Callable[[int, str], None],
-        ended: Callable[[], dict[int, str]],
+        keeper: Keeper,
         cores: int = 1,
         sends_pickle: bool = True,
         invited: int | None = None,
-        drop: Callable[[int], None] = lambda node: None,
     ) -> None:
         self._socket = HeadSocket(bind, port, keys, frame_limit=FRAME_LIMIT, dead_after_s=timing.dead_after_s)
         self.address = self._socket.address
@@ -146,9 +147,7 @@ class Head:
         self._cores = cores  # that a node must have
         self._sends_pickle = sends_pickle
         self._events = events
-        self._replace = replace
-        self._ended = ended
-        self._drop = drop
+        self._keeper = keeper
         self.roster = Roster(len(node_keys), timing.dead_after_s, timing.move_after_s, invited)
         self._peers: dict[bytes, _Peer] = {}  # by route
         self._active: dict[int, _Peer] = {}  # by node
@@ -168,8 +167,6 @@ class Head:
         self.frames_received = [0] * len(node_keys)
         self.dropped = 0
         """Messages of sessions that are over, or that the protocol does not know."""
-        self._chores: deque[Replace | Dismiss] = deque()
-        self._asked_at = 0.0
         # Reentrant: Ctrl-C may strike between taking it and the body of the `with`, and close() must still get in.
         self._lock = threading.RLock()
         self._mine = _Caller(self._lock)
@@ -233,27 +230,6 @@ class Head:
                     self._turn(0.25)
                 finally:
                     self._lock.release()
-            while self._chores:
-                chore = self._chores.popleft()
-                if isinstance(chore, Replace):
-                    self._backend(self._replace, chore.node, chore.reason)
-                else:
-                    self._backend(self._drop, chore.node)
-            if time.monotonic() - self._asked_at > _ASK_S:
-                self._asked_at = time.monotonic()
-                for node, reason in (self._backend(self._ended) or {}).items():
-                    if self._lock.acquire(timeout=0.25):
-                        try:
-                            self._do(self.roster.gone(node, reason, time.monotonic()))
-                        finally:
-                            self._lock.release()
-
-    def _backend(self, ask: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return ask(*args)
-        except Exception as error:  # a scheduler's client may raise anything; this thread must go on
-            emit(logging.WARNING, f"while asking the backend: {type(error).__name__}: {error}")
-            return None
 
     # -- both, one at a time ----------------------------------------------------------------------------------
 
@@ -276,6 +252,8 @@ class Head:
             self._link_gone(link)
         if now >= self._next_tick:
             self._next_tick = now + _TICK_S
+            for node, reason in self._keeper.over.items():
+                self._do(self.roster.gone(node, reason, now))
             self._do(self.roster.tick(now, self._listening_since))
 
     def _hear(self, arrived: Arrived, now: float) -> None:
@@ -380,12 +358,12 @@ class Head:
                 self._send(item.node, Leave(-1))
                 if self._active.pop(item.node, None) is not None:
                     self._events.add(Event("node_left", f"node {item.node}: scaled down"), level=logging.INFO)
-                self._chores.append(item)
+                self._keeper.let_go(item.node)
             elif isinstance(item, Replace):
                 self._active.pop(item.node, None)
                 level = logging.INFO if item.event == "node_invited" else logging.WARNING
                 self._events.add(Event(item.event, f"node {item.node}: {item.reason}"), level=level)
-                self._chores.append(item)
+                self._keeper.want(item.node)
 
     def _send(self, node: int, message: Any, payload: Sequence[Any] = ()) -> bool:
         peer = self._active.get(node)

@@ -201,7 +201,10 @@ class FragmentDesk:
         return self._arena.sides[index]
 
     def can_run(self, worker: int) -> bool:
-        return not self._host.is_leaving(worker) and self._host.bring_back(worker)
+        return self._host.bring_back(worker)
+
+    def is_leaving(self, worker: int) -> bool:
+        return self._host.is_leaving(worker)
 
     def turn(self, deadline: float | None) -> None:
         self._host.turn(deadline)

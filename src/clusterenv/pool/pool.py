@@ -640,6 +640,8 @@ class Pool:
 
     def scale(self, nodes: int) -> None:
         self._crew.scale(nodes)
+        if not self.desk.is_streaming:  # nodes that nothing is under way on leave now, not with the next request
+            self._inbox.extend(self._crew.wait(0.0))
 
     def stats(self) -> dict[str, Any]:
         return {

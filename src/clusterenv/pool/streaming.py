@@ -35,15 +35,21 @@ class FragmentStream:
         self._free: list[deque[int]] = [deque(range(queue)) for _ in range(workers)]
         self._flying: list[deque[tuple[int, list[int]]]] = [deque() for _ in range(workers)]  # side, incarnations
         self._arrived: deque[Item] = deque()
+        self._held: list[deque[int]] = [deque() for _ in range(workers)]  # sides that the learner has not copied yet
+        self._cut: set[tuple[int, int]] = set()  # worker, side: episodes end with this fragment
         self.is_open = True
 
     def feed(self, knobs: dict[str, Any]) -> None:
         """Give every worker that has a free place something to do."""
         for worker, free in enumerate(self._free):
-            while free and self._desk.can_run(worker):
+            while free and not self._is_last(worker) and self._desk.can_run(worker):
                 side = free.popleft()
                 incarnations = self._desk.send(worker, self.num_steps, side, knobs)
                 self._flying[worker].append((side, incarnations))
+
+    def _is_last(self, worker: int) -> bool:
+        """Its slots go on elsewhere, and it has a fragment to end their episodes with."""
+        return bool(self._flying[worker] or self._held[worker]) and self._desk.is_leaving(worker)
 
     def wait(self, deadline: float | None, timeout_s: float | None, knobs: dict[str, Any]) -> Item:
         """The next fragment, in the order of arrival. It stays where it is until `release`."""
@@ -64,20 +70,26 @@ class FragmentStream:
 
     def release(self, item: Item) -> None:
         """The learner has copied it: its place is free."""
+        self._held[item.worker].remove(item.side)
         self._free[item.worker].append(item.side)
 
     def cut(self, worker: int) -> None:
-        """The worker's slots go on elsewhere: the last fragment that nobody has taken yet ends their episodes."""
-        for i in reversed(range(len(self._arrived))):
-            item = self._arrived[i]
-            if item.worker == worker:
-                self._arrived[i] = item._replace(result=self._desk.cut(worker, item.side, item.result))
-                return
+        """The worker's slots go on elsewhere: its last fragment ends their episodes."""
+        if self._held[worker]:
+            self._cut.add((worker, self._held[worker][-1]))
+
+    def result(self, item: Item) -> FragmentResult:
+        """What the learner is to see of it; asked once."""
+        if (item.worker, item.side) not in self._cut:
+            return item.result
+        self._cut.discard((item.worker, item.side))
+        return self._desk.cut(item.worker, item.side, item.result)
 
     def took(self, worker: int, result: FragmentResult) -> int:
         """A fragment arrived; returns the side on which it lies."""
         side, incarnations = self._flying[worker].popleft()
         if self.is_open:
+            self._held[worker].append(side)
             self._arrived.append(Item(worker, side, result, incarnations))
         return side
 
