@@ -566,23 +566,19 @@ def test_bad_addresses(bind):
 
 
 def test_27_weights_that_arrive_damaged_are_pulled_again(net, monkeypatch):
-    from clusterenv.head.head import Head
+    from clusterenv.head.offers import Offers
 
-    give, spoiled = Head._give, []
+    answer, spoiled = Offers.answer, []
 
-    def spoil(self, pull):
-        weights = self.offers.get((pull.seat, pull.offer))
-        if weights is not None and len(spoiled) < 1:
+    def spoil(self, pull, now):
+        messages = list(answer(self, pull, now) or [])
+        if messages and not spoiled:
+            message, (piece,) = messages[0]
             spoiled.append(pull.seat)
-            data = bytearray(weights.data)
-            data[pull.at] ^= 0xFF
-            self.offers[pull.seat, pull.offer] = weights._replace(data=bytes(data))
-            give(self, pull)
-            self.offers[pull.seat, pull.offer] = weights
-        else:
-            give(self, pull)
+            messages[0] = message, [bytes([piece[0] ^ 0xFF]) + bytes(piece[1:])]
+        return iter(messages)
 
-    monkeypatch.setattr(Head, "_give", spoil)
+    monkeypatch.setattr(Offers, "answer", spoil)
     with make(net) as envs:
         batch = envs.collector(numpy_policy(), seed=1).rollout(8)
         assert spoiled and batch.valid.all()

@@ -1,4 +1,4 @@
-"""What another machine says of a fragment, held against what was asked. Pure; raises ProtocolError.
+"""What another machine says, held against what was asked: of itself when it joins, and of a fragment. Pure.
 
 The codec has made sure that it is plain data; here, that indices point into the fragment and arrays have the shapes of
 its spaces, before anything is made of them.
@@ -6,19 +6,41 @@ its spaces, before anything is made of them.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+import gymnasium
 import numpy as np
 
+from clusterenv._version import __version__
 from clusterenv.errors import ProtocolError
 from clusterenv.pool.layout import Leaf
 from clusterenv.pool.messages import DriftSamples, Finals, FragmentResult
+from clusterenv.protocol.messages import PROTOCOL, Hello
 
-__all__ = ["check_fragment"]
+__all__ = ["check_fragment", "mismatch"]
+
+
+def mismatch(hello: Hello, cores: int, sends_pickle: bool) -> str | None:
+    """Why a node does not fit a run that needs so many cores of it."""
+    pairs = [
+        ("protocol", str(hello.protocol), str(PROTOCOL)),
+        ("clusterenv", hello.clusterenv, __version__),
+        ("Python", hello.python, ".".join(map(str, sys.version_info[:2]))),
+        ("Gymnasium", hello.gymnasium, gymnasium.__version__),
+    ]
+    wrong = [f"{name} {theirs} there, {ours} here" for name, theirs, ours in pairs if theirs != ours]
+    if wrong:
+        return f"versions differ: {'; '.join(wrong)}. Install the same on both sides"
+    if sends_pickle and not hello.allow_pickle:
+        return f"{hello.host} takes no pickled code: say allow_pickle=False here, or start it without --no-pickle"
+    if hello.cores < cores:
+        return f"{hello.host} has {hello.cores} cores for {cores} workers: ask for fewer workers_per_node"
+    return None
 
 
 def check_fragment(result: FragmentResult, num_steps: int, columns: int, leaves: tuple[Leaf, ...]) -> None:
-    """Of a worker with so many environments that was asked for so many steps."""
+    """Of a worker with so many environments that was asked for so many steps; raises ProtocolError."""
     try:
         _check(result, num_steps, columns, leaves)
     except (TypeError, ValueError, AttributeError) as error:  # a number where a tuple belongs, and the like

@@ -20,7 +20,8 @@ from clusterenv.code import missing_package
 from clusterenv.errors import ProtocolError, SpecError, UsageError
 from clusterenv.events import emit
 from clusterenv.head.checks import check_fragment
-from clusterenv.head.head import Head, Weights
+from clusterenv.head.head import Head
+from clusterenv.head.offers import Weights
 from clusterenv.head.roster import Seated, Unseated
 from clusterenv.pool.arena import Arena, ArenaLayout
 from clusterenv.pool.crew import Exit

@@ -10,32 +10,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import gymnasium
-import msgspec
 import zmq
 
-from clusterenv._version import __version__
 from clusterenv.errors import ProtocolError
-from clusterenv.events import Event, EventLog, emit
+from clusterenv.events import Event, EventLog
+from clusterenv.head.checks import mismatch
+from clusterenv.head.offers import Offers, Weights
 from clusterenv.head.roster import Admit, Dismiss, Instruction, Refuse, Replace, Roster, Seated, Unseated
-from clusterenv.protocol.frames import CHUNK, FRAME_LIMIT, Reader, head_reader, to_wire
+from clusterenv.protocol.frames import FRAME_LIMIT, Reader, head_reader, to_wire
 from clusterenv.protocol.messages import (
-    PROTOCOL,
     Beat,
     Bye,
-    Chunk,
     FromNode,
     Hello,
     Leave,
-    Offer,
     Pull,
     Refused,
     Welcome,
@@ -43,7 +37,7 @@ from clusterenv.protocol.messages import (
 from clusterenv.transport.keys import KeyPair
 from clusterenv.transport.sockets import Arrived, HeadSocket, Link
 
-__all__ = ["Head", "Keeper", "Timing", "Weights"]
+__all__ = ["Head", "Keeper", "Timing"]
 
 _MOST = 64
 """Messages that are read before anything else is looked at."""
@@ -60,15 +54,6 @@ class Timing(NamedTuple):
     dead_after_s: float
     lease_s: float
     move_after_s: float | None
-
-
-class Weights(NamedTuple):
-    """What a seat may pull."""
-
-    offer: Offer
-    data: bytes
-    whole: bytes
-    """The same, if that is packed."""
 
 
 class Keeper(Protocol):
@@ -154,9 +139,7 @@ class Head:
         self.inbox: deque[tuple[int, Any, list[Any]]] = deque()  # (seat, message, frames)
         self.seat_events: deque[Seated | Unseated] = deque()
         self.progress: dict[int, tuple[int, int, int, int]] = {}  # worker → pid, slot, phase, step
-        self.offers: dict[tuple[int, int], Weights] = {}  # (seat, number)
-        self._offered_at = [0.0] * len(node_keys)  # per seat
-        self._pull_s: list[float | None] = [None] * len(node_keys)
+        self._offers = Offers(len(node_keys))
         self.leaving: frozenset[int] = frozenset()
         """Seats that are to change hands; the crew says when (`release`)."""
         self.refusals: dict[int, str] = {}
@@ -191,11 +174,8 @@ class Head:
     def offer(self, weights: Weights, keep: set[int]) -> None:
         """These weights may be pulled by their seat, and those with the numbers `keep`; no others."""
         with self._mine:
-            seat = weights.offer.seat
-            self.offers = {key: kept for key, kept in self.offers.items() if key[0] != seat or key[1] in keep}
-            self.offers[seat, weights.offer.offer] = weights
-            self._offered_at[seat] = time.monotonic()
-            self.send(seat, weights.offer)
+            self._offers.put(weights, keep, time.monotonic())
+            self.send(weights.offer.seat, weights.offer)
 
     def scale(self, nodes: int) -> None:
         with self._mine:
@@ -294,13 +274,13 @@ class Head:
         elif self.roster.holder(message.seat) != node:
             self.dropped += 1
         elif isinstance(message, Pull):
-            self._give(message)
+            self._give(message, node)
         else:
             self.inbox.append((message.seat, message, frames))
 
     def _hello(self, peer: _Peer, hello: Hello, now: float) -> None:
         before = self._active.get(peer.node)
-        done = self.roster.hello(peer.node, hello.instance, self._mismatch(hello), now)
+        done = self.roster.hello(peer.node, hello.instance, mismatch(hello, self._cores, self._sends_pickle), now)
         if any(isinstance(item, Admit) for item in done):
             self._active[peer.node] = peer
             where = f"{hello.host} (process {hello.pid}, {hello.cores} cores)"
@@ -311,22 +291,6 @@ class Head:
                 self.refusals[item.node] = item.reason
                 self._say(peer, 0, Refused(item.reason, item.final))
         self._do([item for item in done if not isinstance(item, Refuse)])
-
-    def _mismatch(self, hello: Hello) -> str | None:
-        pairs = [
-            ("protocol", str(hello.protocol), str(PROTOCOL)),
-            ("clusterenv", hello.clusterenv, __version__),
-            ("Python", hello.python, ".".join(map(str, sys.version_info[:2]))),
-            ("Gymnasium", hello.gymnasium, gymnasium.__version__),
-        ]
-        wrong = [f"{name} {theirs} there, {ours} here" for name, theirs, ours in pairs if theirs != ours]
-        if wrong:
-            return f"versions differ: {'; '.join(wrong)}. Install the same on both sides"
-        if self._sends_pickle and not hello.allow_pickle:
-            return f"{hello.host} takes no pickled code: say allow_pickle=False here, or start it without --no-pickle"
-        if hello.cores < self._cores:
-            return f"{hello.host} has {hello.cores} cores for {self._cores} workers: ask for fewer workers_per_node"
-        return None
 
     def _link_gone(self, link: Link) -> None:
         for route, peer in list(self._peers.items()):
@@ -350,7 +314,7 @@ class Head:
             elif isinstance(item, Unseated):
                 if item.is_there:
                     self._send(item.node, Leave(item.seat))
-                self.offers = {key: kept for key, kept in self.offers.items() if key[0] != item.seat}
+                self._offers.forget(item.seat)
                 self.seat_events.append(item)
             elif isinstance(item, Seated):
                 self.seat_events.append(item)
@@ -377,32 +341,13 @@ class Head:
                 return False
         return True
 
-    def _give(self, pull: Pull) -> None:
-        weights = self.offers.get((pull.seat, pull.offer))
-        if weights is not None and pull.size < 0:
-            self._give_whole(weights)
-            return
-        if weights is None or not 0 <= pull.at <= pull.at + pull.size <= len(weights.data):
+    def _give(self, pull: Pull, node: int) -> None:
+        answer = self._offers.answer(pull, time.monotonic())
+        if answer is None:
             self.dropped += 1
             return
-        if not pull.size:
-            self._pull_s[pull.seat] = time.monotonic() - self._offered_at[pull.seat]
-            return
-        node = self.roster.holder(pull.seat)
-        assert node is not None
-        end = pull.at + pull.size
-        for at in range(pull.at, end, CHUNK):
-            piece = memoryview(weights.data)[at : min(at + CHUNK, end)]
-            self._send(node, Chunk(pull.seat, pull.offer, at), [piece])
-
-    def _give_whole(self, weights: Weights) -> None:
-        plain = {"size": len(weights.whole), "checksum": zlib.crc32(weights.whole), "is_packed": False, "base": 0}
-        offer = msgspec.structs.replace(weights.offer, **plain)
-        emit(logging.WARNING, f"seat {offer.seat} could not unpack its weights: it gets them whole")
-        self.offers[offer.seat, offer.offer] = Weights(offer, weights.whole, weights.whole)
-        node = self.roster.holder(offer.seat)
-        assert node is not None
-        self._send(node, offer)
+        for message, payload in answer:
+            self._send(node, message, payload)
 
     def stats(self) -> dict[str, Any]:
         """Bytes of frames: encryption adds 42 to each at most, and Ethernet, IP and TCP 66 to each packet."""
@@ -411,7 +356,7 @@ class Head:
             "received_bytes": list(self.bytes_received),
             "sent_frames": list(self.frames_sent),
             "received_frames": list(self.frames_received),
-            "pull_s": list(self._pull_s),
+            "pull_s": list(self._offers.pull_s),
             "refused_keys": self._socket.refused,
             "dropped_messages": self.dropped,
             "missing_nodes": self.roster.missing,
