@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 CLUSTERS ?= slurm ray kubernetes
 REAL := slurm or ray or kubernetes
 
-.PHONY: demo test test-examples test-network test-clusters test-smoke test-fast check format bench clean
+.PHONY: demo test test-examples test-network test-clusters test-smoke test-fast check format bench paper paper-quick clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -52,6 +52,16 @@ format: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks $(BENCH)
+
+# What adaptive synchronization is worth. Runs what is missing of the raw lines (hours), then makes docs/evidence.md anew.
+paper: $(VENV)/.ready
+	$(BIN)/python -m experiments main cheetah grid ablations paper
+	$(BIN)/python -m experiments.report
+
+# A reduced set: two plots and the tables, in minutes.
+paper-quick: $(VENV)/.ready
+	$(BIN)/python -m experiments quick --data runs/paper-quick/runs.jsonl
+	$(BIN)/python -m experiments.report --show --data runs/paper-quick/runs.jsonl --plots runs/paper-quick
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -67,6 +67,9 @@ TASKS = {
     ),
     "Pendulum SAC": Task("Pendulum-v1", "SAC", 20_000, 8, 4, -1200.0, -150.0),
     "CartPole DQN": Task("CartPole-v1", "DQN", 50_000, 16, 4, 20.0, 500.0),
+    "LunarLander PPO, quick": Task(
+        "LunarLander-v3", "PPO", 200_000, 64, 4, -180.0, 250.0, {"epochs": 8, "minibatch": 256, "gamma": 0.995}
+    ),
     "paper": Task("LunarLander-v3", "PPO", 5_000_000, 256, 4, -180.0, 250.0, _PAPER),
     "paper, shorter rollouts": Task(
         "LunarLander-v3", "PPO", 5_000_000, 256, 4, -180.0, 250.0, {**_PAPER, "num_steps": 128, "minibatch": 4096}
@@ -118,7 +121,6 @@ TABLES: dict[str, list[Job]] = {
         *_jobs("Pendulum SAC", 10, MAIN),
         *_jobs("CartPole DQN", 10, MAIN),
     ],
-    "lander": _jobs("LunarLander PPO", 2, GRID),
     "cheetah": _jobs("HalfCheetah PPO", 10, MAIN),
     "grid": [
         *_jobs("CartPole PPO", 10, (*GRID, "Never", "Random(0.02)", "Shuffled(0.2)")),
@@ -138,7 +140,7 @@ TABLES: dict[str, list[Job]] = {
     ],
     "paper": [*_jobs("paper", 2, PAPER_GRID), *_jobs("paper, shorter rollouts", 2, PAPER_GRID)],
     "quick": [
-        *_jobs("CartPole PPO", 3, ("Always", "Every(8)", "APS(0.01)", "APS(0.02)", "APS(0.05)", "APS(0.02) auto")),
-        *_jobs("CartPole PPO", 3, ("Shuffled(0.02)",)),
+        *_jobs("LunarLander PPO, quick", 2, ("Always", "APS(0.01)", "APS(0.05)", "APS(0.2)")),
+        *_jobs("CartPole PPO", 3, (*MAIN, "Every(8)", "APS(0.05)")),
     ],
 }

@@ -71,7 +71,7 @@ def timing_table(runs: Runs) -> str:
         "delta",
         "seeds",
         "P(score: APS > shuffled)",
-        "P(area: APS > shuffled)",
+        "P(late score: APS > shuffled)",
         "drift at 90 %: APS",
         "shuffled",
     ]
@@ -96,7 +96,7 @@ def grid_table(runs: Runs) -> str:
         "arm",
         "seeds",
         "score (IQM)",
-        "area",
+        "late score",
         "updates per pull",
         "bytes fewer by",
         "drift at pull",
@@ -111,7 +111,7 @@ def grid_table(runs: Runs) -> str:
             ess = [record["ess"]["10"] for record in mine if record["ess"]]
             at_pull = [record["drift_at_pull"]["50"] for record in mine if record["drift_at_pull"]]
             cells = [task, arm, str(len(mine)), _shown(iqm_interval([score(record) for record in mine]))]
-            cells += [_shown(iqm_interval([score(record, "area") for record in mine]))]
+            cells += [_shown(iqm_interval([score(record, "late") for record in mine]))]
             cells += [_mean(mine, fewer_pulls), _mean(mine, fewer), f"{np.mean(at_pull):.2g}" if at_pull else ""]
             cells.append(f"{np.mean(ess):.3f}" if ess else "")
             lines.append(cells)
@@ -119,7 +119,7 @@ def grid_table(runs: Runs) -> str:
 
 
 def ablation_table(runs: Runs) -> str:
-    titles = ["task", "arm", "seeds", "score (IQM)", "area", "against", "difference of areas", "pulls", "MB to nodes"]
+    titles = ["task", "arm", "seeds", "score (IQM)", "against", "difference", "late score", "pulls", "MB to nodes"]
     lines = []
     for task in _compared(runs):
         for arm in runs.arms(task):
@@ -127,9 +127,10 @@ def ablation_table(runs: Runs) -> str:
             mine, other = runs.pairs(task, arm, base)
             if arm == base or len(mine) < 3:
                 continue
-            areas = [[score(record, "area") for record in side] for side in (mine, other)]
-            cells = [task, arm, str(len(mine)), _shown(iqm_interval([score(record) for record in mine]))]
-            cells += [_shown(iqm_interval(areas[0])), base, _shown(difference(*areas), sign=True)]
+            scores = [[score(record) for record in side] for side in (mine, other)]
+            late = [score(record, "late") for record in mine]
+            cells = [task, arm, str(len(mine)), _shown(iqm_interval(scores[0])), base]
+            cells += [_shown(difference(*scores), sign=True), _shown(iqm_interval(late))]
             cells += [_mean(mine, lambda r: r["pulls"]), f"{np.mean([r['sent_bytes'] for r in mine]) / 1e6:.2f}"]
             lines.append(cells)
     return table(titles, lines)
@@ -235,7 +236,7 @@ def main() -> int:
     args = parser.parse_args()
     runs = Runs(read(args.data))
     if args.show:
-        for name in ("kappa", "main", "timing"):
+        for name in ("kappa", "grid", "main", "timing"):
             print(f"\n{name}\n{BLOCKS[name](runs)}")
     else:
         args.page.write_text(fill(args.page.read_text(), runs))

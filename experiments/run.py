@@ -31,8 +31,14 @@ LATE = 0.9
 """The score is the mean return of the episodes that end after this share of the steps."""
 
 
-def run_arm(arm: Arm, seed: int, parent_pulls: Sequence[int] = (), steps_share: float = 1.0) -> dict[str, Any]:
-    """`parent_pulls`: the versions that the APS run pulled, for arms that permute them."""
+def run_arm(
+    arm: Arm, seed: int, parent_pulls: Sequence[int] = (), steps_share: float = 1.0, backend: Any = None
+) -> dict[str, Any]:
+    """
+    Args:
+        parent_pulls: the versions that the APS run pulled, for arms that permute them.
+        backend: a real one, to see whether it does the same; None: the virtual cluster.
+    """
     task = TASKS[arm.task]
     total_steps = int(task.total_steps * steps_share)
     torch.manual_seed(seed)
@@ -40,7 +46,7 @@ def run_arm(arm: Arm, seed: int, parent_pulls: Sequence[int] = (), steps_share: 
     begin = time.perf_counter()
     settings, options = _variant(arm.variant)
     rule = rule_of(arm.rule, seed, parent_pulls, options)
-    with ce.ClusterEnv(task.env, task.num_envs, backend=Virtual(task.nodes)) as cluster:
+    with ce.ClusterEnv(task.env, task.num_envs, backend=backend or Virtual(task.nodes)) as cluster:
         spaces = cluster.single_observation_space, cluster.single_action_space
         learner = LEARNERS[task.learner](*spaces, total_steps, **{**task.settings, **settings})
         collector = cluster.collector(learner.policy, sync=rule, seed=seed, codec=arm.codec)
@@ -70,7 +76,7 @@ def run_arm(arm: Arm, seed: int, parent_pulls: Sequence[int] = (), steps_share: 
         **arm._asdict(),
         "seed": seed,
         "steps": steps,
-        "nodes": task.nodes,
+        "nodes": len(stats["nodes"]),
         "versions": stats["version"] + 1,
         "pulls": stats["pulls"],
         "pulled": watch.pulled,

@@ -118,7 +118,7 @@ def collected(backend, updates=8):
     generator = torch.Generator().manual_seed(3)
     policy = ce.TorchPolicy(module, dist="categorical")
     with ce.ClusterEnv(ID, 8, backend=backend) as envs:
-        collector = envs.collector(policy, seed=5, sync=ce.APS(threshold=0.002))
+        collector = envs.collector(policy, seed=5, sync=ce.APS(threshold=0.002), codec="fp32")
         batches = []
         for _ in range(updates):
             batches.append(collector.rollout(16))

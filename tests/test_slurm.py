@@ -17,6 +17,8 @@ import clusterenv as ce
 import real
 from clusterenv.backends.slurm import job_script, srun_command
 from clusterenv.cli import main
+from experiments.arms import Arm
+from experiments.run import run_arm
 from stepping import joined, step_until
 
 ID = "CartPole-v1"
@@ -308,3 +310,17 @@ def test_steps_within_an_allocation(tmp_path):
     own = re.search(r"has 2 nodes besides (node\d), where this script runs", text)
     assert own is not None and own[1] not in re.search(r"2 steps on (.*);", text)[1]
     await_empty_queue()
+
+
+@on_slurm
+def test_four_nodes_pull_what_the_virtual_cluster_pulls(tmp_path):
+    """An arm of the experiments, on jobs and on logical nodes: the same learning, pulls and bytes."""
+    arm = Arm("LunarLander PPO, quick", "APS(0.02)", "auto")
+    backend = ce.Slurm(nodes=4, interface="lo", folder=str(tmp_path / "keys"), extra={"exclusive": None})
+    real_one = run_arm(arm, 1, steps_share=0.2, backend=backend)
+    virtual = run_arm(arm, 1, steps_share=0.2)
+    for name in ("versions", "pulls", "pulled", "forms", "weight_bytes", "late_return", "final_return"):
+        assert real_one[name] == virtual[name], name
+    assert real_one["pulls"] > 4 * 2
+    assert real_one["sent_bytes"] == pytest.approx(virtual["sent_bytes"], rel=0.05)
+    print({name: (real_one[name], virtual[name]) for name in ("pulls", "weight_bytes", "sent_bytes")})

@@ -27,7 +27,7 @@ from clusterenv.policy.families import Uniform
 from clusterenv.policy.named import named
 from clusterenv.policy.packing import Codec
 from clusterenv.policy.publisher import REPLAY
-from clusterenv.policy.sync import Always, Rule
+from clusterenv.policy.sync import APS, Always, Rule
 from clusterenv.pool import Pool
 from clusterenv.pool.arena import Side
 from clusterenv.pool.collecting import Attached
@@ -68,7 +68,7 @@ class Collector:
         seed: int | None = None,
         on_loss: Literal["rerun", "mask"] = "rerun",
         prefetch: bool = False,
-        codec: Codec = "fp32",
+        codec: Codec | None = None,
     ) -> None:
         if on_loss not in ("rerun", "mask"):
             raise UsageError(f'collector(on_loss={on_loss!r}): choose "rerun" or "mask"')
@@ -89,6 +89,8 @@ class Collector:
         travels = recipe if envs.allow_pickle else named(self._policy)
         self._attached = Attached(travels, prepared.family, prepared.mask, own_seed, tuple(info_keys))
         rule = Always() if sync is None else sync
+        if codec is None:
+            codec = "auto" if envs.is_remote and isinstance(rule, APS) else "fp32"
         self._exchange = Exchange(self._policy, recipe, prepared.family, rule, max(self._pool.node_of) + 1, codec)
         self._is_recurrent = prepared.is_recurrent
         workers = len(self._pool.slots_of)

@@ -308,7 +308,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         seed: int | None = None,
         on_loss: Literal["rerun", "mask"] = "rerun",
         prefetch: bool = False,
-        codec: Codec = "fp32",
+        codec: Codec | None = None,
     ) -> Collector:
         """Attach a policy: the workers act with it, and `rollout` brings back what happened.
 
@@ -320,7 +320,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             on_loss: what becomes of a dead worker's unfinished fragment: run again, or its columns flagged invalid.
             prefetch: begin the next rollout at once, under the weights at hand, while the learner works.
             codec: how weights travel: "fp32"; "fp16"; "int8" or "int4", steps from those that the node has; "auto", the
-                smallest of these that changes the policy by at most a quarter of what `sync` puts up with.
+                smallest of these that changes the policy by at most a quarter of what `sync` puts up with. None: "auto"
+                on a cluster under `APS`, else "fp32".
 
         Example:
             >>> import torch, clusterenv as ce
