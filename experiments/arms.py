@@ -140,7 +140,7 @@ TABLES: dict[str, list[Job]] = {
     ],
     "paper": [*_jobs("paper", 2, PAPER_GRID), *_jobs("paper, shorter rollouts", 2, PAPER_GRID)],
     "quick": [
-        *_jobs("LunarLander PPO, quick", 2, ("Always", "APS(0.01)", "APS(0.05)", "APS(0.2)")),
+        *_jobs("LunarLander PPO, quick", 3, ("Always", "APS(0.01)", "APS(0.05)", "APS(0.2)")),
         *_jobs("CartPole PPO", 3, (*MAIN, "Every(8)", "APS(0.05)")),
     ],
 }
