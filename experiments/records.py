@@ -7,16 +7,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experiments.arms import TASKS
+from experiments.arms import TASKS, Arm
 
 __all__ = ["Records", "Runs", "fewer", "fewer_pulls", "score"]
 
 Records = list[dict[str, Any]]
-
-
-def name_of(record: dict[str, Any]) -> str:
-    parts = (record["rule"], "" if record["codec"] == "fp32" else record["codec"], record["variant"])
-    return " ".join(part for part in parts if part)
 
 
 class Runs:
@@ -25,7 +20,8 @@ class Runs:
     def __init__(self, records: Records) -> None:
         self._by: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
         for record in records:
-            self._by.setdefault((record["task"], name_of(record)), {})[record["seed"]] = record
+            arm = Arm(*(record[name] for name in Arm._fields))
+            self._by.setdefault((arm.task, arm.name), {})[record["seed"]] = record
 
     def of(self, task: str, arm: str) -> Records:
         found = self._by.get((task, arm), {})
