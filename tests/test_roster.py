@@ -176,6 +176,16 @@ def test_a_replacement_that_never_came_is_asked_for_again_ever_later():
     assert asked == [6, 16, 36, 76]
 
 
+def test_a_node_that_ends_before_it_ever_came_is_asked_for_again_once_the_run_has_begun():
+    roster = Roster(3, DEAD_S, MOVE_S, invited=2)
+    roster.hello(0, "a", None, 0.0)
+    assert roster.gone(1, "its job ended", 1.0) == [], "the backend tells"
+    roster.share_out(2.0)
+    assert roster.gone(1, "its job ended", 8.0) == [Replace(1, "its job ended", "node_asked_again")]
+    roster.scale(3, 10.0)
+    assert roster.gone(2, "no quota", 16.0) == [Replace(2, "no quota", "node_asked_again")]
+
+
 def test_a_seat_waits_for_ever_if_told():
     roster = Roster(2, DEAD_S, None)
     for node in (0, 1):

@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import time
 
+from clusterenv.backends.keeper import start_first
 from clusterenv.backends.network import Plan, read_tail
 from clusterenv.pool.ends import how_it_ended
 
@@ -19,8 +20,7 @@ class AgentProcesses:
         self._plan = plan
         self._options = ["--lease-s", str(plan.lease_s), "--dead-after-s", str(max(dead_after_s, plan.lease_s))]
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
-        for node in range(plan.nodes):
-            self.start(node)
+        start_first(self, plan.nodes)
 
     def look(self) -> dict[int, str]:
         codes = {node: agent.poll() for node, agent in self._agents.items()}

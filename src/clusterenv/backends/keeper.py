@@ -18,7 +18,7 @@ from clusterenv.events import emit
 if TYPE_CHECKING:
     from clusterenv.backends.network import Jobs
 
-__all__ = ["Keeper"]
+__all__ = ["Keeper", "start_first"]
 
 _LOOK_S = 0.5
 _AGAIN_S = 2.0
@@ -26,6 +26,16 @@ _AGAIN_S = 2.0
 
 _LAST_ANSWER_S = 60.0
 """How long `stop` waits for a scheduler that was just asked, before it goes on without the answer."""
+
+
+def start_first(jobs: Jobs, nodes: int) -> None:
+    """Those that are wanted at first. Where one cannot be started, nothing is left of the others."""
+    try:
+        for node in range(nodes):
+            jobs.start(node)
+    except BaseException:
+        jobs.stop()
+        raise
 
 
 class Keeper:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clusterenv.backends.keeper import start_first
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import emit
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Kubernetes", "delete_run", "pod_manifest", "run_manifest", "secret_manifest"]
 
 _KEY = "/var/run/clusterenv/node.key"
+_DELETE_S = 10.0  # for one answer of the API, at the end of a run
 _GONE_S = 5.0
 _HOPELESS = {
     "CreateContainerConfigError",
@@ -196,12 +198,7 @@ class _Pods:
         self._pod = [""] * len(plan.files)
         self._tries = [0] * len(plan.files)
         self._seen: dict[str, Any] = {}  # pod → as the API last described it; None: it is gone
-        try:
-            for node in range(plan.nodes):
-                self.start(node)
-        except BaseException:
-            delete_run(api, namespace, plan.run)
-            raise
+        start_first(self, plan.nodes)
         emit(logging.INFO, f"{plan.nodes} pods of run clusterenv-{plan.run} in namespace {namespace}")
 
     def look(self) -> dict[int, str]:
@@ -280,18 +277,20 @@ def delete_run(api: Any, namespace: str, run: str) -> None:
     selector = f"clusterenv/run={run}"
 
     def delete_pods(grace_s: int) -> bool:
-        pods = api.list_namespaced_pod(namespace, label_selector=selector).items
+        pods = api.list_namespaced_pod(namespace, label_selector=selector, _request_timeout=_DELETE_S).items
         for pod in pods:
             is_there = pod.status.phase == "Running" and not _describe(pod)[1]  # else nobody is to be told
             with contextlib.suppress(Exception):  # somebody was faster
-                api.delete_namespaced_pod(pod.metadata.name, namespace, grace_period_seconds=grace_s if is_there else 0)
+                grace = grace_s if is_there else 0
+                name = pod.metadata.name
+                api.delete_namespaced_pod(name, namespace, grace_period_seconds=grace, _request_timeout=_DELETE_S)
         return bool(pods)
 
     try:
         delete_pods(5)
-        api.delete_collection_namespaced_secret(namespace, label_selector=selector)
+        api.delete_collection_namespaced_secret(namespace, label_selector=selector, _request_timeout=_DELETE_S)
         with contextlib.suppress(Exception):  # somebody was faster
-            api.delete_namespaced_config_map(f"clusterenv-{run}", namespace)
+            api.delete_namespaced_config_map(f"clusterenv-{run}", namespace, _request_timeout=_DELETE_S)
         deadline = time.monotonic() + _GONE_S
         while delete_pods(5) and time.monotonic() < deadline:
             time.sleep(0.5)

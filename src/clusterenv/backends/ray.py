@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clusterenv.backends.keeper import start_first
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import emit
@@ -138,8 +139,7 @@ class _Actors:
         self._over: dict[int, str] = {}
         self._actors: dict[int, Any] = {}
         self._asked: dict[int, Any] = {}
-        for node in range(plan.nodes):
-            self.start(node)
+        start_first(self, plan.nodes)
 
     def look(self) -> dict[int, str]:
         """Take the answers that are there, and ask again."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from clusterenv.backends.keeper import start_first
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import emit
@@ -189,12 +190,7 @@ class SlurmJobs:
         self._states: dict[str, tuple[str, str]] = {}  # job → state, reason
         self._seen: set[str] = set()
         self._ask_at = 0.0
-        try:
-            for node in range(plan.nodes):
-                self.start(node)
-        except BaseException:
-            cancel(self._all)
-            raise
+        start_first(self, plan.nodes)
         emit(logging.INFO, f"submitted {len(self._all)} jobs ({', '.join(self._all)}); logs in {self._logs}")
 
     def look(self) -> dict[int, str]:
@@ -261,8 +257,7 @@ class _Steps:
         self._slurm, self._plan, self._hosts = slurm, plan, hosts
         self._logs = _logs(plan)
         self._steps: dict[int, subprocess.Popen[bytes]] = {}
-        for node in range(plan.nodes):
-            self.start(node)
+        start_first(self, plan.nodes)
         emit(logging.INFO, f"{len(hosts)} steps on {', '.join(hosts)}; logs in {self._logs}")
 
     def look(self) -> dict[int, str]:

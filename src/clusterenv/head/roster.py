@@ -15,9 +15,9 @@ __all__ = ["Admit", "Dismiss", "NodeState", "Refuse", "Replace", "Roster", "Seat
 
 
 class NodeState(enum.Enum):
-    AWAITED = "awaited"  # asked for, never seen
+    AWAITED = "awaited"  # asked for as the run starts, never seen
     ACTIVE = "active"
-    LOST = "lost"  # was here; it, or its replacement, is awaited
+    LOST = "lost"  # was here, or is wanted in the middle of a run; it, or its replacement, is awaited
 
 
 class Admit(NamedTuple):
@@ -207,6 +207,7 @@ class Roster:
             done += self._dismiss(number)
         for number in self._invited[len(before) :]:
             if self.state(number) is not NodeState.ACTIVE:
+                self._want(number, now)
                 done.append(Replace(number, "the run needs more nodes", "node_invited"))
         return done + self._place(now)
 
@@ -222,8 +223,10 @@ class Roster:
         return done if number in self._invited else done + self._dismiss(number)
 
     def share_out(self, now: float) -> list[Instruction]:
-        """Every seat to somebody who is here, also those whose own nodes have never come."""
+        """The run begins. Every seat to somebody who is here, also those whose own nodes have never come."""
         done = self._place(now)
+        for number in self.missing:
+            self._want(number, now)
         here = self._here()
         if here:
             done += [self._seat(seat, self._least(here)) for seat in sorted(self._empty_since)]
@@ -240,6 +243,11 @@ class Roster:
 
     def _here(self) -> list[int]:
         return [i for i in self._invited if self._nodes[i].state is NodeState.ACTIVE]
+
+    def _want(self, number: int, now: float) -> None:
+        """It is to come in the middle of a run: where it ends before it has, it is asked for again."""
+        node = self._nodes[number]
+        node.state, node.asked, node.asked_at = NodeState.LOST, 0, now
 
     def _dismiss(self, number: int) -> list[Instruction]:
         """A node that is not wanted any more, unless it still has a seat."""
