@@ -218,7 +218,8 @@ class Head:
         if self._mine.wake in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._mine.wake)
-        now = time.monotonic()
+        # Silence is counted up to here: what comes while this thread is held up below is read before the next tick.
+        began = now = time.monotonic()
         if now - self._listened_at > max(1.0, timeout_s + 0.5):  # the head itself stood still
             self._listening_since = now
         while True:
@@ -234,7 +235,7 @@ class Head:
             self._next_tick = now + _TICK_S
             for node, reason in self._keeper.over.items():
                 self._do(self.roster.gone(node, reason, now))
-            self._do(self.roster.tick(now, self._listening_since))
+            self._do(self.roster.tick(began, self._listening_since))
 
     def _hear(self, arrived: Arrived, now: float) -> None:
         node = self._node_of.get(arrived.key)
