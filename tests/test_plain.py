@@ -297,6 +297,7 @@ def test_an_object_array_keeps_what_looks_like_more_of_it(values):
     travels(array[:1].reshape(()))
 
 
+@pytest.mark.filterwarnings("ignore:The 'generic' unit")  # numpy 2.5
 def test_times_without_a_unit_survive():
     travels([np.datetime64("NaT"), np.timedelta64(5), np.array(["NaT"], "M8"), np.array([1, 2], ">m8")])
 
