@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import clusterenv as ce
+from clusterenv.pool.processes import ProcessCrew
 from test_collector import Ledger, constant, ledger
 from toys import Trouble
 
@@ -230,6 +231,26 @@ def test_a_learner_that_is_killed_leaves_nothing_behind(tmp_path, signum):
         learner.kill()
         learner.wait()
         learner.stdout.close()
+
+
+def test_ctrl_c_between_reading_an_answer_and_keeping_it(monkeypatch):
+    read, struck = ProcessCrew._read_worker, []
+
+    def interrupted(self, index, link, events):
+        read(self, index, link, events)
+        if not struck:
+            struck.append(index)
+            signal.raise_signal(signal.SIGINT)
+
+    with ce.ClusterEnv("CartPole-v1", 4, backend=ce.Local(workers=2)) as envs:
+        collector = envs.collector(ce.RandomPolicy(), seed=1)
+        collector.rollout(4)
+        monkeypatch.setattr(ProcessCrew, "_read_worker", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            for _ in collector.stream(4):
+                pass
+        assert struck and collector.rollout(4).valid.all(), "nothing is waited for that has come"
+        assert "worker_lost" not in envs.stats()["events"]
 
 
 def test_one_slow_worker_holds_nobody_up():

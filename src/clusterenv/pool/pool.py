@@ -8,6 +8,7 @@ the two spliced.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -35,6 +36,7 @@ from clusterenv.pool.collecting import FragmentDesk, of_slots
 from clusterenv.pool.crew import Crew, Exit
 from clusterenv.pool.delivery import Delivery, Rows
 from clusterenv.pool.group import PHASES
+from clusterenv.pool.interrupts import held_back
 from clusterenv.pool.layout import Buffers, make_layout
 from clusterenv.pool.lives import Lives
 from clusterenv.pool.losses import Losses, Seen
@@ -373,7 +375,12 @@ class Pool:
     # -- turning messages into state --------------------------------------------------------------------------
 
     def turn(self, deadline: float | None) -> None:
-        """Wait for something, and take it in."""
+        """Wait for something, at most a quarter of a second, and take it in."""
+        # An answer that was read and not kept would be waited for ever. In this process, a step may take any time.
+        with contextlib.nullcontext() if self._crew.is_inline else held_back():
+            self._turn(deadline)
+
+    def _turn(self, deadline: float | None) -> None:
         if self._losses.has_due:
             self._start_due()
         self._inbox.extend(self._wait(deadline))
