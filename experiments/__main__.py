@@ -44,7 +44,7 @@ def main() -> int:
 
 def run(jobs: list[Job], path: Path, processes: int, steps_share: float = 1.0, until_s: float | None = None) -> None:
     """Whatever of these is not in the file yet, side by side; a run that permutes another's pulls waits for it."""
-    done = {key_of(record): record for record in read(path)}
+    done = {(Arm.of(record), record["seed"]): record for record in read(path)}
     waiting = [job for job in jobs if (job.arm, job.seed) not in done]
     total, count, begin, stamp = len(waiting), 0, time.monotonic(), about()
     running: dict[Future[dict[str, Any]], Job] = {}
@@ -91,10 +91,6 @@ def parent_of(arm: Arm) -> Arm | None:
 def _cost_s(job: Job, done: dict[Any, Any]) -> float:
     known = [record["seconds"] for (arm, _), record in done.items() if arm.task == job.arm.task]
     return max(known, default=0.0)
-
-
-def key_of(record: dict[str, Any]) -> tuple[Arm, int]:
-    return Arm(*(record[name] for name in Arm._fields)), record["seed"]
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["MAIN", "TABLES", "TASKS", "Arm", "Job", "Task"]
+__all__ = ["MAIN", "PAPER_DELTAS", "TABLES", "TASKS", "Arm", "Job", "Task"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Task:
     num_envs: int
     nodes: int
     worst: float
-    """Return of a random policy, and of one that has solved it: scores are 0 and 1 there. Stated before any run."""
+    """Return of a random policy, and of one that has solved it: scores of 0 and 1. Stated before the comparisons."""
     best: float
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the learner, where they are not its defaults."""
@@ -87,6 +87,11 @@ class Arm(NamedTuple):
     variant: str = ""
     """A setting of the learner or the drift estimate that differs: "is_decoupled=False", "sample_every=16"."""
 
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Arm:
+        """The arm of a raw line."""
+        return cls(*(record[name] for name in cls._fields))
+
     @property
     def name(self) -> str:
         return " ".join(part for part in (self.rule, "" if self.codec == "fp32" else self.codec, self.variant) if part)
@@ -109,7 +114,8 @@ MAIN = ("Always", "APS(0.02)", "APS(0.02) auto", "Shuffled(0.02)")
 """The comparisons that were stated before the runs."""
 
 GRID = ("Every(4)", "Every(8)", "Every(16)", "APS(0.005)", "APS(0.01)", "APS(0.05)", "APS(0.1)", "APS(0.2)")
-PAPER_GRID = ("Always", *(f"APS({delta})" for delta in (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 0.8, 1.0)))
+PAPER_DELTAS = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 0.8, 1.0)
+PAPER_GRID = ("Always", *(f"APS({delta})" for delta in PAPER_DELTAS))
 _LOSSES = ("Always", "APS(0.2)", "Shuffled(0.2)")
 
 TABLES: dict[str, list[Job]] = {

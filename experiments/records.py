@@ -20,7 +20,7 @@ class Runs:
     def __init__(self, records: Records) -> None:
         self._by: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
         for record in records:
-            arm = Arm(*(record[name] for name in Arm._fields))
+            arm = Arm.of(record)
             self._by.setdefault((arm.task, arm.name), {})[record["seed"]] = record
 
     def of(self, task: str, arm: str) -> Records:

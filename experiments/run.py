@@ -19,7 +19,7 @@ from clusterenv.policy.divergence import divergence
 from clusterenv.policy.families import family_for
 from clusterenv.policy.sync import decide
 from clusterenv.testing import Virtual
-from experiments.arms import TASKS, Arm, Task
+from experiments.arms import PAPER_DELTAS, TASKS, Arm, Task
 from experiments.offpolicy import DQN, SAC
 from experiments.ppo import PPO
 
@@ -28,7 +28,7 @@ __all__ = ["run_arm", "schedule"]
 LEARNERS = {"PPO": PPO, "DQN": DQN, "SAC": SAC}
 CURVE_POINTS = 25
 LATE = 0.9
-"""The score is the mean return of the episodes that end after this share of the steps."""
+"""Late is what ends after this share of the steps."""
 
 
 def run_arm(
@@ -121,7 +121,7 @@ def schedule(pulled: Sequence[int], seed: int, is_shuffled: bool = True) -> list
     """Versions at which to pull: the same intervals in another order, or as many pulls anywhere.
 
     >>> schedule([0, 1, 2, 10, 20], seed=1)
-    [8, 9, 10, 20]
+    [10, 11, 19, 20]
     """
     rng = np.random.default_rng([seed, 7])
     if is_shuffled:
@@ -164,13 +164,11 @@ class Published:
     unchanged weights it is the policy's own variation from step to step.
     """
 
-    GRID = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 0.8, 1.0)
-
     def __init__(self, task: Task, learner: Any, action_space: Any) -> None:
         self._per_node = task.num_envs // task.nodes
         self._learner = learner
         self._measure = divergence(family_for(learner.family_name, action_space))
-        self._fired = np.zeros(len(self.GRID), dtype=np.int64)
+        self._fired = np.zeros(len(PAPER_DELTAS), dtype=np.int64)
         self._steps = 0
 
     def take(self, batch: ce.Rollout) -> None:
@@ -178,11 +176,11 @@ class Published:
         params = self._learner.params(obs)
         before, now = params[:-1].reshape(-1, params.shape[2]), params[1:].reshape(-1, params.shape[2])
         sums = self._measure(before, now, {}).reshape(len(params) - 1, -1).sum(axis=1)
-        self._fired += (sums[:, None] > np.array(self.GRID)).sum(axis=0)
+        self._fired += (sums[:, None] > np.array(PAPER_DELTAS)).sum(axis=0)
         self._steps += len(sums)
 
     def triggers(self) -> dict[str, Any]:
-        return {"steps": self._steps, **{str(d): int(n) for d, n in zip(self.GRID, self._fired, strict=True)}}
+        return {"steps": self._steps, **{str(d): int(n) for d, n in zip(PAPER_DELTAS, self._fired, strict=True)}}
 
 
 def _variant(text: str) -> tuple[dict[str, Any], dict[str, float]]:

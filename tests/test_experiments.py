@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 from multiprocessing import resource_tracker
 
@@ -10,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import experiments.run
+import experiments.stats
 from experiments.__main__ import DATA, parent_of, read, run
 from experiments.arms import TABLES, TASKS, Arm, Job
 from experiments.records import Runs, score
@@ -78,6 +81,12 @@ def test_scores_are_0_for_a_random_policy_and_1_for_a_solved_task():
     task = TASKS["CartPole PPO"]
     record = {"task": "CartPole PPO", "curve": [task.worst, None, task.best], "late_return": task.best}
     assert score(record, "late") == 1.0 and score(record) == 0.5
+
+
+@pytest.mark.parametrize("module", [experiments.run, experiments.stats])
+def test_examples_in_docstrings(module):
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Kubernetes", "delete_run", "pod_manifest", "run_manifest", "secret_manifest"]
 
 _KEY = "/var/run/clusterenv/node.key"
-_DELETE_S = 10.0  # for one answer of the API, at the end of a run
+_ANSWER_S = 10.0  # for one answer of the API, once the run has begun
 _GONE_S = 5.0
 _HOPELESS = {
     "CreateContainerConfigError",
@@ -203,7 +203,9 @@ class _Pods:
 
     def look(self) -> dict[int, str]:
         selector = f"clusterenv/run={self._plan.run}"
-        found = _ask(self._api.list_namespaced_pod, self._namespace, label_selector=selector, _request_timeout=10)
+        found = _ask(
+            self._api.list_namespaced_pod, self._namespace, label_selector=selector, _request_timeout=_ANSWER_S
+        )
         self._seen = {**dict.fromkeys(self._seen), **{pod.metadata.name: pod for pod in found.items}}
         over = {}
         for node, name in enumerate(self._pod):
@@ -244,7 +246,7 @@ class _Pods:
         if self._pod[node]:
             with contextlib.suppress(Exception):  # it is gone already, or will be with the run
                 self._api.delete_namespaced_pod(
-                    self._pod[node], self._namespace, grace_period_seconds=grace_s, _request_timeout=10
+                    self._pod[node], self._namespace, grace_period_seconds=grace_s, _request_timeout=_ANSWER_S
                 )
 
     def state(self, node: int) -> str:
@@ -277,20 +279,20 @@ def delete_run(api: Any, namespace: str, run: str) -> None:
     selector = f"clusterenv/run={run}"
 
     def delete_pods(grace_s: int) -> bool:
-        pods = api.list_namespaced_pod(namespace, label_selector=selector, _request_timeout=_DELETE_S).items
+        pods = api.list_namespaced_pod(namespace, label_selector=selector, _request_timeout=_ANSWER_S).items
         for pod in pods:
             is_there = pod.status.phase == "Running" and not _describe(pod)[1]  # else nobody is to be told
             with contextlib.suppress(Exception):  # somebody was faster
                 grace = grace_s if is_there else 0
                 name = pod.metadata.name
-                api.delete_namespaced_pod(name, namespace, grace_period_seconds=grace, _request_timeout=_DELETE_S)
+                api.delete_namespaced_pod(name, namespace, grace_period_seconds=grace, _request_timeout=_ANSWER_S)
         return bool(pods)
 
     try:
         delete_pods(5)
-        api.delete_collection_namespaced_secret(namespace, label_selector=selector, _request_timeout=_DELETE_S)
+        api.delete_collection_namespaced_secret(namespace, label_selector=selector, _request_timeout=_ANSWER_S)
         with contextlib.suppress(Exception):  # somebody was faster
-            api.delete_namespaced_config_map(f"clusterenv-{run}", namespace, _request_timeout=_DELETE_S)
+            api.delete_namespaced_config_map(f"clusterenv-{run}", namespace, _request_timeout=_ANSWER_S)
         deadline = time.monotonic() + _GONE_S
         while delete_pods(5) and time.monotonic() < deadline:
             time.sleep(0.5)
