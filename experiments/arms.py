@@ -72,7 +72,7 @@ TASKS = {
     ),
     "paper": Task("LunarLander-v3", "PPO", 5_000_000, 256, 4, -180.0, 250.0, _PAPER),
     "paper, shorter rollouts": Task(
-        "LunarLander-v3", "PPO", 5_000_000, 256, 4, -180.0, 250.0, {**_PAPER, "num_steps": 128, "minibatch": 4096}
+        "LunarLander-v3", "PPO", 2_000_000, 256, 4, -180.0, 250.0, {**_PAPER, "num_steps": 128, "minibatch": 4096}
     ),
 }
 """By name, in the order in which they are shown."""
@@ -144,7 +144,7 @@ TABLES: dict[str, list[Job]] = {
         *_jobs("CartPole PPO", 10, ("APS(0.02)",), "z=3"),
         *_jobs("CartPole PPO", 10, ("APS(0.02) fp16", "APS(0.02) int8", "APS(0.02) int4")),
     ],
-    "paper": [*_jobs("paper", 2, PAPER_GRID), *_jobs("paper, shorter rollouts", 2, PAPER_GRID)],
+    "paper": [*_jobs("paper", 3, PAPER_GRID), *_jobs("paper, shorter rollouts", 3, PAPER_GRID)],
     "quick": [
         *_jobs("LunarLander PPO, quick", 3, ("Always", "APS(0.01)", "APS(0.05)", "APS(0.2)")),
         *_jobs("CartPole PPO", 3, (*MAIN, "Every(8)", "APS(0.05)")),
