@@ -35,6 +35,7 @@ class Learner:
     family_name: str
     policy: ce.TorchPolicy
     actor: nn.Module
+    device = "cpu"
 
     def __init__(self, action_space: gym.Space[Any], settings: dict[str, Any]) -> None:
         for name, value in settings.items():
@@ -48,7 +49,7 @@ class Learner:
 
     def params(self, obs: torch.Tensor) -> Any:
         with torch.no_grad():
-            return self.actor(obs).numpy()
+            return self.actor(obs.to(self.device)).cpu().numpy()
 
     def note_kappa(self, before: Any, obs: torch.Tensor) -> None:
         self.kappas.append(float(self._measure(before, self.params(obs), self.policy.knobs()).mean()))

@@ -16,6 +16,9 @@ from experiments.parts import Learner, mlp
 
 __all__ = ["PPO"]
 
+_LARGE = 4096
+"""Minibatches from this size on are for a GPU, where there is one."""
+
 
 class PPO(Learner):
     """An update is a whole rollout, in minibatches; it makes one version."""
@@ -43,6 +46,10 @@ class PPO(Learner):
             self.critic = critic
         self._distribution = _normal if is_box else _categorical
         self.policy = ce.TorchPolicy(self.actor, dist=self.family_name)
+        if self.minibatch >= _LARGE and torch.cuda.is_available():
+            self.device = "cuda"
+            self.actor.to(self.device)
+            critic.to(self.device)
         self._parameters = [*self.actor.parameters(), *critic.parameters()]
         self._optimizer = torch.optim.Adam(self._parameters, lr=self.rate, eps=1e-5)
         self._total, self._seen = total_steps, 0
@@ -50,7 +57,7 @@ class PPO(Learner):
     def learn(self, batch: ce.Rollout, publish: Callable[[], int]) -> None:
         self._optimizer.param_groups[0]["lr"] = self.rate * max(0.05, 1.0 - self._seen / self._total)
         self._seen += batch.rewards.size
-        batch = batch.torch()
+        batch = batch.torch(self.device)
         obs = batch.obs.reshape(-1, *batch.obs.shape[2:])
         actions = batch.actions.reshape(-1, *batch.actions.shape[2:])
         before = self.params(obs)
@@ -68,7 +75,7 @@ class PPO(Learner):
         advantages, returns = estimate.advantages.reshape(-1), estimate.returns.reshape(-1)
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
         for _ in range(self.epochs):
-            for rows in torch.randperm(len(obs)).split(self.minibatch):
+            for rows in torch.randperm(len(obs), device=self.device).split(self.minibatch):
                 policy = self._distribution(self.actor(obs[rows]))
                 ratio = (policy.log_prob(actions[rows]) - centre[rows]).exp()
                 gain = torch.min(ratio * advantages[rows], ratio.clamp(1 - self.clip, 1 + self.clip) * advantages[rows])

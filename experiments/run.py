@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 import clusterenv as ce
-import clusterenv.collector
 from clusterenv.policy import codec
 from clusterenv.policy.divergence import divergence
 from clusterenv.policy.families import family_for
@@ -51,7 +50,8 @@ def run_arm(
         learner = LEARNERS[task.learner](*spaces, total_steps, **{**task.settings, **settings})
         collector = cluster.collector(learner.policy, sync=rule, seed=seed, codec=arm.codec)
         watch = _Watch(collector)
-        clusterenv.collector._SAMPLE_EVERY = int(options.get("sample_every", 64))
+        if "sample_every" in options:
+            collector._sample_every = int(options["sample_every"])
         published = Published(task, learner, cluster.single_action_space) if arm.task.startswith("paper") else None
         steps = 0
         ends: list[tuple[int, float]] = []  # (steps so far, return) of each episode
@@ -76,6 +76,7 @@ def run_arm(
         **arm._asdict(),
         "seed": seed,
         "steps": steps,
+        "device": learner.device,
         "nodes": len(stats["nodes"]),
         "versions": stats["version"] + 1,
         "pulls": stats["pulls"],

@@ -108,7 +108,7 @@ def test_lies_about_sizes_cost_no_memory():
             reader.read([prefix, b"x" * 1000])
     deep = b"\x91" * 100_000
     with pytest.raises(ce.ProtocolError):
-        reader.read([struct.pack("<BQIQ", 0, 5, 1, len(deep)) + deep])
+        reader.read([struct.pack("<BQHI", 2, 5, 1, len(deep)) + deep])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 16 << 20

@@ -39,6 +39,8 @@ __all__ = ["Collector", "Home"]
 
 _SAMPLE_EVERY = 64
 """One state in so many is sampled for drift: well under 1 % of a fragment's bytes."""
+_FIRST_STATES = 64
+"""So many states that episodes begin with are looked at before there are others."""
 
 
 class Home(Protocol):
@@ -93,6 +95,7 @@ class Collector:
             codec = "auto" if envs.is_remote and isinstance(rule, APS) else "fp32"
         self._exchange = Exchange(self._policy, recipe, prepared.family, rule, max(self._pool.node_of) + 1, codec)
         self._is_recurrent = prepared.is_recurrent
+        self._sample_every = _SAMPLE_EVERY
         workers = len(self._pool.slots_of)
         self._tally = Tally(workers)
         self._sequence = np.zeros(workers, dtype=np.int64)
@@ -254,7 +257,7 @@ class Collector:
 
     def _set_up_samples(self) -> None:
         desk = self._pool.desk
-        desk.sample_every = _SAMPLE_EVERY if self._exchange.measures_drift else 0
+        desk.sample_every = self._sample_every if self._exchange.measures_drift else 0
         desk.sample_within = REPLAY if self._is_recurrent else None
 
     def _offer_all(self) -> None:
@@ -270,6 +273,9 @@ class Collector:
         if self._envs.attached is not self:
             self._envs.attached = self
             self._exchange.forget()
+            if self._exchange.codec == "auto" and not self._is_recurrent and self._attached.mask is None:
+                some = np.arange(min(self._pool.num_envs, _FIRST_STATES))
+                self._exchange.publisher.note_begin(self._pool.peek_obs(some))
             desk.attach(self._attached)
         begin = time.perf_counter()
         verdict = self._exchange.consider(node, max_lag)

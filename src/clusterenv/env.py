@@ -319,9 +319,9 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             seed: of the random streams with which actions are sampled, and of the first reset.
             on_loss: what becomes of a dead worker's unfinished fragment: run again, or its columns flagged invalid.
             prefetch: begin the next rollout at once, under the weights at hand, while the learner works.
-            codec: how weights travel: "fp32"; "fp16"; "int8" or "int4", steps from those that the node has; "auto", the
-                smallest of these that changes the policy by at most a quarter of what `sync` puts up with. None: "auto"
-                on a cluster under `APS`, else "fp32".
+            codec: how weights travel: "fp32"; "fp16"; "int8", "int4" or "int2", steps from those that the node has;
+                "auto", the smallest of these that changes the policy by at most a quarter of what `sync` puts up with.
+                None: "auto" on a cluster under `APS`, else "fp32".
 
         Example:
             >>> import torch, clusterenv as ce

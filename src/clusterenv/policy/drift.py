@@ -70,11 +70,17 @@ class DriftTable:
         self._reservoirs: dict[int, _Reservoir] = {}
         self._known: dict[int, Drift] = {}
         self._asked_at = -1
+        self._begin: Any = None
 
     def add(self, version: int, obs: Any, params: Any) -> None:
         """States that `version` visited, [m, ...], and what it gave for them, [m, P]."""
         if len(params):
             self._reservoirs.setdefault(version, _Reservoir()).add(obs, params, self._rng)
+            self._begin = None
+
+    def add_begin(self, obs: Any) -> None:
+        """States that episodes begin with, [m, ...]: something to measure on before anybody has acted."""
+        self._begin = obs
 
     def keep(self, versions: set[int]) -> None:
         """Forget versions that nobody has any more; the newest sampled one stays, for those not sampled yet."""
@@ -99,11 +105,12 @@ class DriftTable:
         return self._known[version]
 
     def distance(self, version: int, forward: Callable[[Any], Any], knobs: dict[str, Any]) -> Drift | None:
-        """Of another policy from the newest, over states that `version` visited; None where none is known."""
+        """Of another policy from the newest, over states that `version` visited, or before anybody has acted over those
+        that episodes begin with; None where none is known."""
         reservoir = self._reservoirs.get(version)
-        if reservoir is None:
+        obs = self._begin if reservoir is None else _stack(reservoir.obs)
+        if obs is None:
             return None
-        obs = _stack(reservoir.obs)
         return _drift(self._measure(forward(obs), self._forward(obs), knobs))
 
     def _measured(self, version: int, knobs: dict[str, Any]) -> Drift | None:

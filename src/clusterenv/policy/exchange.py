@@ -147,7 +147,7 @@ class Exchange:
 
     def _smallest(self, holding: Holding) -> tuple[str, Packed | None]:
         base = holding.weights or None
-        forms = ("int4", "int8", "fp16") if self.codec == "auto" else (self.codec,)
+        forms = ("int2", "int4", "int8", "fp16") if self.codec == "auto" else (self.codec,)
         for form in forms:
             packed = pack(form, self.publisher.data, base)
             if packed is not None and (self.codec != "auto" or self._is_near(packed.weights, holding.version)):

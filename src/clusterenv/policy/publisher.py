@@ -76,6 +76,10 @@ class Publisher:
         """States that `version` visited, and what it gave for them."""
         self._table.add(version, obs, params)
 
+    def note_begin(self, obs: Any) -> None:
+        """States that episodes begin with."""
+        self._table.add_begin({"obs": obs})
+
     def drift(self, version: int, knobs: dict[str, Any]) -> Drift | None:
         """Of `version` from the newest; None where nothing is known."""
         self.snapshot()

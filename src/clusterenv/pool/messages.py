@@ -1,8 +1,9 @@
 """Every message between a pool and a worker, and their framing on a socket pair.
 
 A frame is `<u32 length><u8 kind><body>`. The two messages of the hot loop (`step all your slots`, `done`) carry
-just a request number. Other bodies are pickled, because both ends run on one machine under one user, over an inherited
-descriptor; but for the answers of a node's workers, which go on to the head as plain data (`Raw`).
+just a request number, those that ask for fragments are msgpack: they cross the network for every fragment. Other bodies
+are pickled, because both ends run on one machine under one user, over an inherited descriptor; but for the answers of a
+node's workers, which go on to the head as plain data (`Raw`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ __all__ = [
 
 _HEAD = struct.Struct("<IB")
 _QUICK = struct.Struct("<IBI")
-_PICKLED, _NUMBER, _PLAIN = 0, 1, 2
+_PICKLED, _NUMBER, _PLAIN, _FRAGMENT, _WEIGHTS = range(5)
 _RAW = struct.Struct("<IBH")
 
 
@@ -309,11 +310,34 @@ def plain() -> Any:
 
 
 def encode(message: NamedTuple) -> bytes:
+    compact = _encode_compact(message)
+    if compact is not None:
+        return compact
     try:
         body = pickle.dumps(message, 5)
     except Exception:  # classes of the user's __main__, lambdas: cloudpickle takes them by value
         body = cloudpickle.dumps(message, 5)
     return _HEAD.pack(len(body) + 1, _PICKLED) + body
+
+
+def _encode_compact(message: Any) -> bytes | None:
+    """Requests that come with every fragment, in a quarter of the bytes; None for others."""
+    if type(message) is RunFragment:
+        if any(type(value) not in (int, float) for value in message.knobs.values()):
+            return None  # one for each slot
+        kind = _FRAGMENT
+    elif type(message) is LoadWeights:
+        kind = _WEIGHTS
+    else:
+        return None
+    body = msgspec.msgpack.encode(message)
+    return _HEAD.pack(len(body) + 1, kind) + body
+
+
+@cache
+def _compact() -> dict[int, Any]:
+    kinds = {_FRAGMENT: RunFragment, _WEIGHTS: LoadWeights}
+    return {kind: msgspec.msgpack.Decoder(message).decode for kind, message in kinds.items()}
 
 
 @cache
@@ -329,6 +353,9 @@ def _requests() -> Any:
 
 def encode_named(message: Any) -> bytes:
     """A request as plain data. NotPlainError where it holds what is not."""
+    compact = _encode_compact(message)
+    if compact is not None:
+        return compact
     if isinstance(message, (Attach, MapArena)):
         message = message._replace(layout=msgspec.msgpack.encode(message.layout))
     body: bytes = _requests().pack(message)
@@ -377,6 +404,8 @@ class FrameReader:
                 messages.append(struct.unpack("<I", body)[0])
             elif kind == _PLAIN:
                 messages.append(self._open_plain(body))
+            elif kind in (_FRAGMENT, _WEIGHTS):
+                messages.append(_compact()[kind](body))
             elif self._allow_pickle:
                 messages.append(pickle.loads(body))
             else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -26,7 +26,7 @@ FRAME_LIMIT = CHUNK + (1 << 16)
 
 _PREFIX = struct.Struct("<BQ")  # whole or piece, session
 _PIECE = struct.Struct("<BQIIQ")  # .., index, count, total
-_WHOLE, _PART = 0, 1
+_PART, _WHOLE = 1, 2
 _SMALL_LIMIT = 16 << 20
 _INLINE = 1 << 16
 _HEADER = 1024
@@ -41,8 +41,8 @@ def to_wire(session: int, message: Any, payload: Sequence[Buffer] = ()) -> list[
     """The wire messages, each a list of frames."""
     header = _encode(message)
     sizes = [len(header), *map(len, payload)]
-    table = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
     total = sum(sizes)
+    table = struct.pack(f"<H{len(sizes)}{'I' if total <= CHUNK + _HEADER else 'Q'}", len(sizes), *sizes)
     if total <= _INLINE:
         return [[b"".join([_PREFIX.pack(_WHOLE, session), table, header, *payload])]]
     if total <= CHUNK + _HEADER:  # a chunk with its header is not cut in two
@@ -65,7 +65,7 @@ class Reader(Generic[M]):
         """(session, message, payload); None while more pieces have to come."""
         first = frames[0] if frames else b""
         if len(first) >= _PREFIX.size and first[0] == _WHOLE and len(frames) <= _MAX_PARTS:
-            parts = _cut(memoryview(first)[_PREFIX.size :], frames[1:])
+            parts = _cut(memoryview(first)[_PREFIX.size :], "I", frames[1:])
             return _PREFIX.unpack_from(first)[1], self._header(parts[0]), parts[1:]
         if len(frames) == 2 and len(first) == _PIECE.size and first[0] == _PART:
             return self._join(bytes(first), frames[1])
@@ -84,7 +84,7 @@ class Reader(Generic[M]):
         if len(self._pieces) < count:
             return None
         body, self._pieces = memoryview(b"".join(self._pieces)), []
-        parts = _cut(body)
+        parts = _cut(body, "Q")
         return session, self._header(parts[0]), parts[1:]
 
     def _header(self, data: Any) -> M:
@@ -95,15 +95,15 @@ class Reader(Generic[M]):
         return message
 
 
-def _cut(body: memoryview, others: Sequence[Any] = ()) -> list[Any]:
-    """The parts of a message; all but the first may be frames of their own."""
-    if len(body) < 4:
+def _cut(body: memoryview, unit: Literal["I", "Q"], others: Sequence[Any] = ()) -> list[Any]:
+    """The parts of a message, whose sizes are in such units; all but the first may be frames of their own."""
+    if len(body) < 2:
         raise ProtocolError("a message cut short")
-    (count,) = struct.unpack_from("<I", body)
-    at = 4 + 8 * count
+    (count,) = struct.unpack_from("<H", body)
+    at = 2 + struct.calcsize(f"<{unit}") * count
     if not 1 <= count <= _MAX_PARTS or at > len(body):
         raise ProtocolError(f"a message of {count} parts in {len(body)} bytes")
-    sizes = struct.unpack_from(f"<{count}Q", body, 4)
+    sizes = struct.unpack_from(f"<{count}{unit}", body, 2)
     if others:
         if at + sizes[0] != len(body) or sizes[1:] != tuple(map(len, others)):
             raise ProtocolError("parts that do not have the sizes announced")

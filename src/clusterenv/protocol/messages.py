@@ -36,7 +36,7 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
