@@ -65,7 +65,7 @@ class Policy(Protocol):
         """Equal tokens mean that the weights surely have not changed; None where only their content can tell."""
 
     def knobs(self) -> dict[str, Any]:
-        """Scalars of acting that may change at any time (epsilon, noise): a number, or one per slot."""
+        """Scalars of acting that may change at any time (epsilon, noise): a number, or one per slot; absent means 0."""
 
 
 def pad_rows(obs: Any, rows: int) -> Any:

@@ -380,7 +380,8 @@ class FragmentDesk:
         if arena_epoch != self._arena_epoch:
             host.tell(worker, MapArena(self._arena.layout))
             self._known[worker] = (epoch, self._arena_epoch, newest)
-        knobs = {name: of_slots(value, slots) for name, value in all_knobs.items()}
+        # Zero is what a worker takes for a knob that is not there.
+        knobs = {name: of_slots(value, slots) for name, value in all_knobs.items() if np.ndim(value) or value}
         incarnations = host.incarnations(slots)
         message = RunFragment(
             host.number(), num_steps, side, knobs, incarnations, self.sample_every, self.sample_within
