@@ -25,7 +25,7 @@ from clusterenv.policy.divergence import divergence
 from clusterenv.policy.drift import DriftTable
 from clusterenv.policy.exchange import Exchange
 from clusterenv.policy.families import family_for
-from clusterenv.policy.sync import Standing, decide
+from clusterenv.policy.sync import Decision, Standing, decide
 from clusterenv.testing import Virtual
 from experiments.ppo import PPO
 
@@ -75,21 +75,20 @@ def record(env: str, rule: ce.APS, total_steps: int, num_envs: int, nodes: int, 
 
 def listen(exchange: Exchange, happened: list[Noted | Asked], weights: dict[int, Any], module: Any) -> None:
     """Write down what is sampled and what is decided, as it happens."""
-    note, consider = exchange.publisher.note, exchange.consider
+    note = exchange.publisher.note
 
     def noted(version: int, rows: Any, params: Any) -> None:
         happened.append(Noted(version, rows, params))
         note(version, rows, params)
 
-    def considered(node: int, max_lag: int | None = None) -> Any:
-        decision = consider(node, max_lag)
+    def decided(node: int, standing: Standing, decision: Decision) -> None:
         latest = exchange.publisher.snapshot()
         if latest not in weights:
             weights[latest] = _float64(module, exchange.publisher.data)
-        happened.append(Asked(node, exchange.holdings[node].standing, decision.pull))
-        return decision
+        happened.append(Asked(node, standing, decision.pull))
 
-    exchange.publisher.note, exchange.consider = noted, considered  # type: ignore[method-assign]
+    exchange.on_decision = decided
+    exchange.publisher.note = noted  # type: ignore[method-assign]
 
 
 def _float64(module: Any, data: bytes) -> Any:

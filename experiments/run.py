@@ -15,8 +15,10 @@ import torch
 import clusterenv as ce
 from clusterenv.policy import codec
 from clusterenv.policy.divergence import divergence
+from clusterenv.policy.drift import DriftTable
+from clusterenv.policy.exchange import Exchange
 from clusterenv.policy.families import family_for
-from clusterenv.policy.sync import decide
+from clusterenv.policy.sync import Decision, Standing, decide
 from clusterenv.testing import Virtual
 from experiments.arms import PAPER_DELTAS, TASKS, Arm, Task
 from experiments.offpolicy import DQN, SAC
@@ -49,9 +51,11 @@ def run_arm(
         spaces = cluster.single_observation_space, cluster.single_action_space
         learner = LEARNERS[task.learner](*spaces, total_steps, **{**task.settings, **settings})
         collector = cluster.collector(learner.policy, sync=rule, seed=seed, codec=arm.codec)
-        watch = _Watch(collector)
+        watch = _Watch(collector._exchange)
         if "sample_every" in options:
             collector._sample_every = int(options["sample_every"])
+        if "quantile" in options:
+            _measure_quantile(collector._exchange.publisher._table, options["quantile"])
         published = Published(task, learner, cluster.single_action_space) if arm.task.startswith("paper") else None
         steps = 0
         ends: list[tuple[int, float]] = []  # (steps so far, return) of each episode
@@ -131,31 +135,29 @@ def schedule(pulled: Sequence[int], seed: int, is_shuffled: bool = True) -> list
 
 
 class _Watch:
-    """What the first node decides, as it happens."""
+    """What is decided for the first node, as it happens."""
 
-    def __init__(self, collector: ce.Collector) -> None:
-        exchange = collector._exchange
-        consider, pull = exchange.consider, exchange.pull
+    def __init__(self, exchange: Exchange) -> None:
         self.pulled: list[int] = []
         self.drifts: list[float] = []
         self.at_pull: list[float] = []
+        exchange.on_decision = self._decided
 
-        def considered(node: int, max_lag: int | None = None) -> Any:
-            verdict = consider(node, max_lag)
-            drift = exchange.holdings[node].standing.drift
-            if node == 0 and drift is not None:
-                self.drifts.append(0.0 if verdict.pull else drift)
-                if verdict.pull:
-                    self.at_pull.append(drift)
-            return verdict
+    def _decided(self, node: int, standing: Standing, decision: Decision) -> None:
+        if node:
+            return
+        if standing.drift is not None:
+            self.drifts.append(0.0 if decision.pull else standing.drift)
+        if decision.pull:
+            self.pulled.append(standing.latest)
+            if standing.drift is not None:
+                self.at_pull.append(standing.drift)
 
-        def pulling(node: int) -> Any:
-            pulled = pull(node)
-            if node == 0:
-                self.pulled.append(pulled.version)
-            return pulled
 
-        exchange.consider, exchange.pull = considered, pulling  # type: ignore[method-assign]
+def _measure_quantile(table: DriftTable, share: float) -> None:
+    """Drift is a quantile over states from now on, instead of their mean."""
+    measure = table._measure
+    table._measure = lambda *args: np.full(len(args[0]), np.quantile(measure(*args), share))
 
 
 class Published:
@@ -189,7 +191,7 @@ def _variant(text: str) -> tuple[dict[str, Any], dict[str, float]]:
     if not text:
         return {}, {}
     name, value = re.fullmatch(r"(\w+)=(.+)", text).groups()  # type: ignore[union-attr]
-    if name in ("z", "sample_every"):
+    if name in ("z", "sample_every", "quantile"):
         return {}, {name: float(value)}
     return {name: {"True": True, "False": False}[value]}, {}
 

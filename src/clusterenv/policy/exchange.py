@@ -7,6 +7,7 @@ pulls, it is given the newest weights (`pull`). Called by `Collector`; no I/O.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -81,6 +82,8 @@ class Exchange:
         self.codec = codec
         self.publisher = Publisher(policy, recipe, family)
         self.holdings = [Holding() for _ in range(nodes)]
+        self.on_decision: Callable[[int, Standing, Decision], None] | None = None
+        """Told of every one, with its node: for experiments."""
         self._policy = policy
         self._packed: dict[str, tuple[str, Packed | None]] = {}  # by what a node has: those that have the same share it
         self._packed_for = -1
@@ -112,11 +115,14 @@ class Exchange:
 
     def consider(self, node: int, max_lag: int | None = None) -> Decision:
         """Whether the node pulls, now that something is asked of it; more than `max_lag` behind it does in any case."""
-        holding = self.holdings[node]
-        holding.standing = self.stand(node)
-        if max_lag is not None and holding.standing.lag > max_lag:
-            return Decision(True, f"{holding.standing.lag} versions behind, max_staleness={max_lag}")
-        return decide(self.rule, holding.standing)
+        standing = self.holdings[node].standing = self.stand(node)
+        if max_lag is not None and standing.lag > max_lag:
+            decision = Decision(True, f"{standing.lag} versions behind, max_staleness={max_lag}")
+        else:
+            decision = decide(self.rule, standing)
+        if self.on_decision is not None:
+            self.on_decision(node, standing, decision)
+        return decision
 
     def pull(self, node: int) -> Pulled:
         """The newest version and its weights, for this node."""
