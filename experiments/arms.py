@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["MAIN", "PAPER_DELTAS", "TABLES", "TASKS", "Arm", "Job", "Task"]
+__all__ = ["HALF", "MAIN", "PAPER_DELTAS", "TABLES", "TASKS", "Arm", "Job", "Task"]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments import plots
 from experiments.__main__ import DATA, read
-from experiments.arms import MAIN
+from experiments.arms import HALF, MAIN
 from experiments.records import Records, Runs, fewer, fewer_pulls, score
 from experiments.stats import MARGIN, Interval, difference, iqm_interval, pass_rate, probability_of_improvement
 
@@ -49,7 +49,7 @@ def main_table(runs: Runs) -> str:
     ]
     lines = []
     for task in _compared(runs):
-        for arm in MAIN:
+        for arm in (*MAIN, *HALF):
             mine, base = runs.pairs(task, arm, "Always")
             if len(mine) < 3:
                 continue

@@ -56,6 +56,25 @@ def test_steps_are_taken_from_what_the_node_has_so_rounding_never_adds_up(form):
     assert max(errors[30:]) < 2 * max(errors[:30])
 
 
+def test_int2_goes_as_far_in_the_direction_of_the_change_as_it_should():
+    rng = np.random.default_rng(0)
+    old, change = rng.normal(size=(2, 10_000))
+    base = codec.encode({"w": old.astype(np.float32)})
+
+    def moved(by):
+        packed = pack("int2", codec.encode({"w": (old + by).astype(np.float32)}), base)
+        return len(packed.data), codec.decode(packed.weights)["w"] - old
+
+    size, step = moved(0.01 * change)
+    assert step @ change / (change @ change) == pytest.approx(0.01, rel=1e-3)
+    assert size < len(base) / 20
+    assert np.allclose(moved(0.01 * np.sign(change))[1], 0.01 * np.sign(change), atol=1e-6), "all changed as much"
+    assert not moved(0 * change)[1].round(6).any()
+    nearly = np.full(10_000, 0.01)
+    nearly[:5] = 0.012
+    assert np.abs(moved(nearly)[1]).max() < 0.0121, "a few do not make up for all"
+
+
 def test_what_does_not_fit_is_not_packed():
     base, large = codec.encode(weights([1.0])), codec.encode(weights([1e6]))
     assert pack("int8", base, None) is None, "nothing to take steps from"
