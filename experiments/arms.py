@@ -130,13 +130,15 @@ TABLES: dict[str, list[Job]] = {
         *_jobs("Pendulum SAC", 10, (*MAIN, HALF[1])),
         *_jobs("CartPole DQN", 10, MAIN),
     ],
-    "cheetah": _jobs("HalfCheetah PPO", 10, MAIN),
+    "cheetah": [
+        *_jobs("HalfCheetah PPO", 10, ("Always",)),
+        *_jobs("HalfCheetah PPO", 5, ("APS(0.02) auto", "APS(0.05) auto")),
+    ],
     "grid": [
         *_jobs("CartPole PPO", 10, (*GRID, "Never", "Random(0.02)", "Shuffled(0.2)")),
-        *_jobs("Acrobot PPO", 10, (*GRID, "Shuffled(0.2)")),
+        *_jobs("Acrobot PPO", 3, (*GRID, "Shuffled(0.2)")),
         *_jobs("LunarLander PPO", 5, [rule for rule in GRID if rule != "APS(0.01)"]),
-        *_jobs("Pendulum SAC", 5, GRID[3:]),
-        *_jobs("HalfCheetah PPO", 3, ("APS(0.05)", "APS(0.1)", "APS(0.2)")),
+        *_jobs("Pendulum SAC", 3, GRID[3:]),
     ],
     "ablations": [
         *_jobs("Acrobot PPO", 10, _LOSSES[:2], "is_decoupled=False"),
