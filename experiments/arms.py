@@ -150,7 +150,7 @@ TABLES: dict[str, list[Job]] = {
         *_jobs("CartPole PPO", 10, ("APS(0.05)",), "quantile=0.9"),  # about as many pulls as APS(0.02)
         *_jobs("CartPole PPO", 10, ("APS(0.02) fp16", "APS(0.02) int8", "APS(0.02) int4", "APS(0.02) int2")),
     ],
-    "paper": [*_jobs("paper", 3, PAPER_GRID), *_jobs("paper, shorter rollouts", 3, PAPER_GRID)],
+    "paper": [*_jobs("paper", 2, PAPER_GRID), *_jobs("paper, shorter rollouts", 2, PAPER_GRID)],
     "quick": [
         *_jobs("LunarLander PPO, quick", 3, ("Always", "APS(0.01)", "APS(0.05)", "APS(0.2)")),
         *_jobs("CartPole PPO", 3, (*MAIN, "Every(8)", "APS(0.05)")),
