@@ -72,7 +72,14 @@ TASKS = {
     ),
     "paper": Task("LunarLander-v3", "PPO", 5_000_000, 256, 4, -180.0, 250.0, _PAPER),
     "paper, shorter rollouts": Task(
-        "LunarLander-v3", "PPO", 2_000_000, 256, 4, -180.0, 250.0, {**_PAPER, "num_steps": 128, "minibatch": 4096}
+        "LunarLander-v3",
+        "PPO",
+        2_000_000,
+        256,
+        4,
+        -180.0,
+        250.0,
+        {**_PAPER, "num_steps": 128, "minibatch": 4096, "epochs": 10},
     ),
 }
 """By name, in the order in which they are shown."""
@@ -124,7 +131,8 @@ TABLES: dict[str, list[Job]] = {
     "pilot": [job for task in list(TASKS)[:6] for job in _jobs(task, 2, ("Always",))],
     "main": [
         *_jobs("LunarLander PPO", 10, ("APS(0.02)", "APS(0.01)", "Shuffled(0.02)")),
-        *_jobs("LunarLander PPO", 30, ("Always", "APS(0.02) auto", "APS(0.01) auto")),
+        *_jobs("LunarLander PPO", 46, ("Always", "APS(0.02) auto")),
+        *_jobs("LunarLander PPO", 22, ("APS(0.01) auto",)),
         *_jobs("Acrobot PPO", 20, (*MAIN, HALF[1])),
         *_jobs("CartPole PPO", 30, (*MAIN, HALF[1])),
         *_jobs("Pendulum SAC", 10, (*MAIN, HALF[1])),
