@@ -52,6 +52,8 @@ def _returns(runs: Runs, tasks: list[str]) -> Any:
         for color, arm in _colored(_own_arms(runs, task)):
             curves = np.array([record["curve"] for record in runs.of(task, arm)], dtype=np.float64)
             x = (np.arange(curves.shape[1]) + 0.5) / curves.shape[1] * TASKS[task].total_steps
+            known = ~np.isnan(curves).all(axis=0)  # a long rollout may leave a part of the run without an end
+            x, curves = x[known], curves[:, known]
             axis.plot(x, np.nanmean(curves, axis=0), color=color, label=arm)
             axis.fill_between(x, np.nanmin(curves, axis=0), np.nanmax(curves, axis=0), color=color, alpha=0.12)
         axis.set(title=task, xlabel="steps", ylabel="return of the episodes that ended")
@@ -74,21 +76,29 @@ def _pulls(runs: Runs, tasks: list[str]) -> Any:
 
 
 def _pareto(runs: Runs, tasks: list[str]) -> Any:
+    from matplotlib.ticker import NullFormatter
+
     figure, axes = _panels(len(tasks))
     for axis, task in zip(axes, tasks, strict=False):
-        for arm in runs.arms(task):
-            records = runs.of(task, arm)
-            if len(records) < 3 or "=" in arm:
-                continue
-            x = np.mean([record["sent_bytes"] for record in records]) / 1e6
+        shown = {arm: runs.of(task, arm) for arm in runs.arms(task) if "=" not in arm}
+        sizes = {
+            arm: np.mean([record["sent_bytes"] for record in records]) / 1e6
+            for arm, records in shown.items()
+            if len(records) >= 3
+        }
+        for i, (arm, x) in enumerate(sorted(sizes.items(), key=lambda item: item[1])):
+            records = shown[arm]
             value, low, high = iqm_interval([score(record, "area") for record in records])
             color = "tab:orange" if " " in arm else "tab:blue" if arm.startswith("APS") else "gray"
             mark = _MARKS[arm.partition("(")[0].split(" ")[0]]
             axis.errorbar(x, value, [[value - low], [high - value]], marker=mark, color=color, capsize=2, lw=0.8)
-            axis.annotate(arm, (x, value), fontsize=6, xytext=(3, 3), textcoords="offset points")
+            beside = (3, 3 if i % 2 else -8)
+            axis.annotate(arm, (x, value), fontsize=6, xytext=beside, textcoords="offset points")
         axis.set(
             title=task, xscale="log", xlabel="MB from head to nodes, everything counted", ylabel="area under the curve"
         )
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.margins(x=0.15)
     return figure
 
 
