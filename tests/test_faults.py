@@ -282,7 +282,7 @@ def test_a_slot_is_rebuilt_once_whatever_the_user_does_meanwhile(tmp_path, then)
 def test_no_replacement_in_time_raises_with_the_good_rows(tmp_path):
     recovery = ce.Recovery(backoff_s=(30.0, 60.0), recovery_timeout_s=0.3)
     envs = troubled(tmp_path, "raise", always=True, at=1, recovery=recovery)
-    envs._pool._rows.proven[:] = True
+    envs._pool.rows.proven[:] = True
     envs.reset(seed=0)
     envs.step(ZEROS)
     envs.step(ZEROS)

@@ -1,7 +1,7 @@
-"""The environments of one machine: requests to workers, answers to rows, and bringing back what was lost.
+"""All slots of a run: requests to workers, answers to rows.
 
-`ClusterEnv` sends steps and resets and collects rows; a crew (`ProcessCrew`, `InlineCrew`) does the I/O; `Losses`
-decides what a failure means, `Delivery` hands rows over. A slot whose environment is gone is rebuilt in its next
+`ClusterEnv` sends steps and resets and collects rows; a crew (`ProcessCrew`, `InlineCrew`, `RemoteCrew`) does the I/O,
+`Delivery` hands rows over, `Repairs` brings back what was lost. A slot whose environment is gone is rebuilt in its next
 incarnation: the user sees the episode end once, as truncated and invalid, and then the first row of the new one, never
 the two spliced.
 """
@@ -19,10 +19,8 @@ from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
 from clusterenv import infos as info_columns
-from clusterenv.code import missing_package
 from clusterenv.errors import (
     DeadlineError,
-    EnvError,
     NotPlainError,
     PolicyError,
     SpecError,
@@ -35,11 +33,10 @@ from clusterenv.pool.arena import ArenaLayout
 from clusterenv.pool.collecting import FragmentDesk, of_slots
 from clusterenv.pool.crew import Crew, Exit
 from clusterenv.pool.delivery import Delivery, Rows
-from clusterenv.pool.group import PHASES
 from clusterenv.pool.interrupts import held_back
 from clusterenv.pool.layout import Buffers, make_layout
 from clusterenv.pool.lives import Lives
-from clusterenv.pool.losses import Losses, Seen
+from clusterenv.pool.losses import Losses
 from clusterenv.pool.messages import (
     Act,
     Acted,
@@ -47,15 +44,14 @@ from clusterenv.pool.messages import (
     Build,
     Built,
     Call,
-    Fault,
-    Rebuild,
     Reply,
     Reset,
     SetAttr,
     Step,
 )
-from clusterenv.pool.watch import HangWatch, PaceWatch
-from clusterenv.recovery import Recovery, RestartBook
+from clusterenv.pool.repairs import Repairs, env_error, last_words
+from clusterenv.pool.watch import PaceWatch
+from clusterenv.recovery import Recovery
 
 __all__ = ["Pool", "Rows"]
 
@@ -93,7 +89,6 @@ class Pool:
         """Worker → the machine that it is on: weights go to each machine once."""
         self.num_envs = sum(map(len, slots_of))
         self._worker_of = [w for w, slots in enumerate(slots_of) for _ in slots]
-        self._recovery = recovery
         self.is_vector = is_vector
         self.events = events
         self._request = 0
@@ -102,12 +97,11 @@ class Pool:
         self._called: dict[int, Reply] = {}
         self.acted: list[Acted] = []  # what the workers' policy did in the step under way
         self._deliveries = 0
-        self._book = RestartBook(recovery)
-        self._lives = Lives(self.num_envs)
-        self._hangs = HangWatch(len(slots_of))
-        self._hung: dict[int, str] = {}  # killed for it; why
         self._pace = PaceWatch()
         self.desk = FragmentDesk(self)
+        self._lives = Lives(self.num_envs)
+        self._losses = Losses(mode or AutoresetMode.NEXT_STEP)
+        self._repairs = Repairs(self, crew, recovery, self._lives, self._losses)
         try:
             self._start(mode)
         except BaseException:
@@ -117,7 +111,6 @@ class Pool:
     # -- starting ---------------------------------------------------------------------------------------------
 
     def _start(self, mode: AutoresetMode | None) -> None:
-        self._losses = Losses(mode or AutoresetMode.NEXT_STEP)
         for worker, slots in enumerate(self.slots_of):
             self._crew.start(worker)
             seeds = [self._lives.seed(slot) for slot in slots]
@@ -128,11 +121,11 @@ class Pool:
                 if isinstance(message, Exit):
                     raise WorkerLostError(
                         f"worker {worker} {message.reason} while it made the environment of slot "
-                        f"{self._crew.progress(worker)[0]}{_quote(message.tail)}",
+                        f"{self._crew.progress(worker)[0]}{last_words(message.tail)}",
                         slots=tuple(self.slots_of[worker]),
                     )
                 if message.faults:
-                    raise _env_error(message.faults[0], self._where(worker))
+                    raise env_error(message.faults[0], self._where(worker))
                 self._open[worker].clear()
                 built[worker] = message
         self._adopt(agree(built, self.slots_of), mode)
@@ -152,14 +145,14 @@ class Pool:
             raise SpecError("Vector(fn) takes spaces of a fixed size only (no Text, Sequence, Graph)")
         self.layout = layout
         buffers = Buffers(layout, self._crew.allocate(layout))
-        self._rows = Delivery(self.num_envs, self.single_observation_space, buffers)
+        self.rows = Delivery(self.num_envs, self.single_observation_space, buffers)
         for worker in range(len(self.slots_of)):
-            self._attach(worker)
+            self.attach(worker)
 
     def _where(self, worker: int) -> str:
         return f"node {self.node_of[worker]}" if max(self.node_of) else "the machine of the workers"
 
-    def _attach(self, worker: int) -> None:
+    def attach(self, worker: int) -> None:
         attach = Attach(self.layout, self.single_observation_space, self.single_action_space)
         self._crew.send(worker, attach)
 
@@ -175,7 +168,7 @@ class Pool:
         except NotPlainError:
             del self._open[worker][message.request]
             raise
-        self._hangs.began(worker, time.monotonic())
+        self._repairs.began(worker, time.monotonic())
         number: int = message.request
         return number
 
@@ -183,20 +176,20 @@ class Pool:
 
     @property
     def buffers(self) -> Buffers:
-        return self._rows.buffers
+        return self.rows.buffers
 
     @property
     def ended(self) -> Any:
         """[N]: the last row delivered ended an episode."""
-        return self._rows.ended
+        return self.rows.ended
 
     @property
     def in_flight(self) -> bool:
-        return self._rows.sent and bool(self._rows.awaited.any())
+        return self.rows.sent and bool(self.rows.awaited.any())
 
     @property
     def awaited(self) -> Any:
-        return self._rows.awaited
+        return self.rows.awaited
 
     def step_all(self) -> bool:
         """The hot loop: step every slot with the actions in shared memory. True: `deliver_all` has the rows.
@@ -220,14 +213,14 @@ class Pool:
                 done += 1
         finally:
             if done < len(self.slots_of):
-                self._rows.expect_all()
+                self.rows.expect_all()
                 now = time.monotonic()
                 for worker, slots in enumerate(self.slots_of):
                     if worker < done:
-                        self._rows.mark_ready(slots)
+                        self.rows.mark_ready(slots)
                     else:
                         self._open[worker][number] = _Ticket("step", slots)
-                        self._hangs.began(worker, now)
+                        self._repairs.began(worker, now)
         return done == len(self.slots_of)
 
     def _is_plain(self, message: Any, number: int) -> bool:
@@ -236,12 +229,12 @@ class Pool:
             return True
         if not isinstance(message, Reply) or message.request != number or message.faults:
             return False
-        self._rows.take_rows(message)
+        self.rows.take_rows(message)
         return True
 
     def deliver_all(self, copy: bool) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """The rows of a `step_all` that went well."""
-        rows = self._rows.all_rows(copy)
+        rows = self.rows.all_rows(copy)
         self._count_delivery()
         return rows
 
@@ -252,14 +245,14 @@ class Pool:
         with what the workers' policy chooses."""
         chosen = list(range(self.num_envs)) if slots is None else slots
         losses = self._losses
-        self._rows.expect(chosen)
+        self.rows.expect(chosen)
         whole: list[list[int]] = [[] for _ in self.slots_of]
         place = {slot: i for i, slot in enumerate(chosen)}
         for slot in chosen:
             if slot in losses.held:
-                self._rows.begin_again(slot, losses.held.pop(slot), losses.lost.pop(slot, None))
+                self.rows.begin_again(slot, losses.held.pop(slot), losses.lost.pop(slot, None))
             elif slot in losses.lost and self.mode is not AutoresetMode.SAME_STEP:
-                self._rows.tell_loss(slot, losses.lost.pop(slot))
+                self.rows.tell_loss(slot, losses.lost.pop(slot))
             elif slot in losses.gone:  # awaited: its first row, or the reset row
                 losses.bring_back(slot)
             else:
@@ -275,11 +268,11 @@ class Pool:
                 self.post(worker, "step", its_slots, Step(self.number(), its_slots, objects, act))
 
     def send_reset(self, slots: list[int], seeds: list[int | None], options: dict[str, Any] | None) -> None:
-        self._rows.expect(slots)
+        self.rows.expect(slots)
         healthy: list[list[int]] = [[] for _ in self.slots_of]
         asked = dict(zip(slots, seeds, strict=True))
         for slot, seed in asked.items():
-            self._rows.resetting[slot] = (seed, options)
+            self.rows.resetting[slot] = (seed, options)
             if not self._losses.reset(slot):
                 healthy[self._worker_of[slot]].append(slot)
         for worker, its_slots in enumerate(healthy):
@@ -334,14 +327,14 @@ class Pool:
                 fault = reply.faults[0]
                 if fault.phase == "policy":
                     raise PolicyError(f"{fault.error}\n{fault.traceback}", remote_traceback=fault.traceback)
-                raise _env_error(fault)
+                raise env_error(fault)
         return replies
 
     # -- collecting -------------------------------------------------------------------------------------------
 
     def collect(self, min_rows: int, timeout_s: float | None) -> None:
         """Wait until at least `min_rows` awaited slots have a row."""
-        rows = self._rows
+        rows = self.rows
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while rows.ready_count < min_rows:
             if deadline is not None and time.monotonic() >= deadline:
@@ -355,7 +348,7 @@ class Pool:
 
     def deliver(self, copy: bool) -> Rows:
         """Hand over every row that is ready, ascending by slot."""
-        rows, told = self._rows.rows(copy)
+        rows, told = self.rows.rows(copy)
         if self.mode is AutoresetMode.NEXT_STEP:
             for slot in told:  # its reset row comes next; begin now
                 self._losses.bring_back(slot)
@@ -370,7 +363,7 @@ class Pool:
 
     def peek_obs(self, slots: Any) -> Any:
         """The observations last delivered for these slots."""
-        return self._rows.peek_obs(slots)
+        return self.rows.peek_obs(slots)
 
     # -- turning messages into state --------------------------------------------------------------------------
 
@@ -382,20 +375,22 @@ class Pool:
 
     def _turn(self, deadline: float | None) -> None:
         if self._losses.has_due:
-            self._start_due()
+            self._repairs.start_due()
         self._inbox.extend(self._wait(deadline))
         while self._inbox:  # kept across calls: taking a message in may raise, and the next must not be lost
             worker, message = self._inbox.popleft()
             if isinstance(message, int):
-                self._rows.mark_ready(self._open[worker].pop(message).slots)
+                self.rows.mark_ready(self._open[worker].pop(message).slots)
             elif isinstance(message, Reply):
                 self._take(worker, message)
             elif isinstance(message, Exit):
-                self._worker_gone(worker, message)
+                tickets = list(self._open[worker].values())
+                self._open[worker].clear()
+                self._repairs.worker_gone(worker, message, {ticket.kind for ticket in tickets})
             elif isinstance(message, Built):
                 self._open[worker].pop(message.request, None)
         if self._losses.gone:
-            self._check_recovery()
+            self._repairs.check()
 
     def _wait(self, deadline: float | None) -> list[tuple[int, Any]]:
         timeout_s = _WATCH_S
@@ -407,7 +402,7 @@ class Pool:
                 timeout_s = min(timeout_s, max(0.0, deadline - now))
         messages = self._crew.wait(timeout_s)
         if not messages and not self._crew.is_inline:
-            self._look_for_hangs()
+            self._repairs.look_for_hangs([bool(tickets) for tickets in self._open])
         return messages
 
     def _take(self, worker: int, reply: Reply) -> None:
@@ -422,168 +417,26 @@ class Pool:
         if ticket.kind in ("policy", "fragment"):
             self.desk.took(worker, ticket.kind, reply)
             for fault in reply.faults:
-                self._env_gone(worker, fault, collecting=True)
+                self._repairs.env_gone(worker, fault, collecting=True)
             return
         failed = {fault.slot for fault in reply.faults}
         good = [slot for slot in reply.slots if slot not in failed]
         if ticket.kind == "rebuild":
             self._losses.rebuilt(reply.slots, good)
-            self._rows.take_objects(reply)
+            self.rows.take_objects(reply)
             for slot in good:
-                self._rebuilt(slot, info_columns.select(reply.infos, {slot: slot}) if reply.infos else {})
+                self._repairs.rebuilt(slot, info_columns.select(reply.infos, {slot: slot}) if reply.infos else {})
         else:
             if isinstance(reply.result, Acted):
                 self.acted.append(reply.result)
             elif reply.result is not None:  # the policy failed, so nothing was stepped
-                self._rows.awaited[ticket.slots] = False
+                self.rows.awaited[ticket.slots] = False
                 self.desk.took(worker, "policy", reply)
                 raise self.desk.policy_error() or AssertionError("a policy error without an error")
-            self._rows.mark_ready(good)
-            self._rows.take_rows(reply)
+            self.rows.mark_ready(good)
+            self.rows.take_rows(reply)
         for fault in reply.faults:
-            self._env_gone(worker, fault)
-
-    # -- losses -----------------------------------------------------------------------------------------------
-
-    def _env_gone(self, worker: int, fault: Fault, collecting: bool = False) -> None:
-        slot, rows = fault.slot, self._rows
-        event = Event(
-            "env_error",
-            fault.error,
-            (slot,),
-            worker,
-            fault.phase,
-            fault.seed,
-            fault.incarnation,
-            fault.step,
-            fault.traceback,
-        )
-        self.events.add(event)
-        self._losses.slot_gone(slot, time.monotonic())
-        if self._recovery.on_error == "raise" or not rows.proven[slot]:
-            rows.awaited[slot] = False
-            rows.resetting.pop(slot, None)
-            rows.started[slot] = False
-            raise _env_error(fault)
-        until = self._book.failed(f"slot {slot}", f"{fault.phase}: {fault.error}", time.monotonic())
-        self._settle(slot, fault.error, until, collecting)
-
-    def _worker_gone(self, worker: int, exit: Exit) -> None:
-        slot, phase, _ = self._crew.progress(worker)
-        slots, rows = self.slots_of[worker], self._rows
-        tickets = list(self._open[worker].values())
-        reason = f"worker {worker} {self._hung.pop(worker, None) or exit.reason}"
-        at_fault = slot if tickets and slot in slots else None
-        place = f" in {PHASES[phase]}() of slot {slot}"
-        event = Event(
-            "worker_moved" if exit.is_moved else "worker_lost",
-            reason + (place if at_fault is not None else ""),
-            tuple(slots),
-            worker,
-            PHASES[phase] if at_fault is not None else None,
-            None,
-            self._lives.incarnations[slot] if at_fault is not None else None,
-            None,
-            exit.tail,
-        )
-        self.events.add(event, level=logging.INFO if exit.is_moved else logging.WARNING)
-        self._open[worker].clear()
-        now = time.monotonic()
-        self._losses.worker_gone(worker, slots, now)  # whatever is raised below, a later reset() finds the worker
-        (self.desk.moved if exit.is_moved else self.desk.lost)(worker)
-        if at_fault is not None and not exit.is_moved and not rows.proven[at_fault]:
-            rows.awaited[slots] = False
-            rows.started[slots] = False
-            raise WorkerLostError(
-                f"{reason}{place}, before its first successful step{_quote(exit.tail)}", slots=tuple(slots)
-            )
-        until = now
-        if not exit.is_moved:
-            until = self._book.failed(f"worker {worker} (slots {slots[0]}-{slots[-1]})", reason, now)
-        self._losses.respawn[worker] = until
-        collecting = any(ticket.kind == "fragment" for ticket in tickets)
-        for its in slots:
-            self._settle(its, reason, until, collecting)
-
-    def _settle(self, slot: int, reason: str, until: float, collecting: bool) -> None:
-        rows, buffers = self._rows, self.buffers
-        if collecting:
-            self._losses.settle_collecting(slot, until)
-            return
-        seen = Seen(
-            started=bool(rows.started[slot]),
-            ended=bool(rows.ended[slot]),
-            awaited=bool(rows.awaited[slot]),
-            resetting=slot in rows.resetting,
-            ready=bool(rows.ready[slot]),
-            ready_ends=bool(buffers.terminated[slot] or buffers.truncated[slot]),
-        )
-        if self._losses.settle(slot, reason, until, time.monotonic(), seen):
-            rows.tell_loss(slot, self._losses.lost.pop(slot))
-
-    def _rebuilt(self, slot: int, columns: info_columns.Columns) -> None:
-        event = Event("env_rebuilt", "started again", (slot,), incarnation=self._lives.incarnations[slot])
-        self.events.add(event, level=logging.DEBUG)
-        if self._rows.awaited[slot]:
-            self._rows.begin_again(slot, columns, self._losses.lost.pop(slot, None))
-        else:
-            self._losses.held[slot] = columns
-
-    def _start_due(self) -> None:
-        """Start what is due: workers first, then the environments of running workers."""
-        now, losses = time.monotonic(), self._losses
-        for worker, when in list(losses.respawn.items()):
-            if when <= now and self._crew.can_start(worker):
-                del losses.respawn[worker]
-                self._crew.start(worker)
-                slots = self.slots_of[worker]
-                build = Build(self.number(), slots, [0] * len(slots), make=False)
-                self.post(worker, "build", slots, build)
-                self._attach(worker)
-                event = Event("worker_replaced", f"worker {worker} started again", tuple(slots), worker)
-                self.events.add(event, level=logging.INFO)
-        for worker, slots in enumerate(self.slots_of):
-            if worker not in losses.respawn and self._crew.is_running(worker):
-                due = losses.start_due(slots, now)
-                if due:
-                    self._rebuild(worker, slots if self.is_vector else due)
-
-    def _rebuild(self, worker: int, slots: list[int]) -> None:
-        lives = self._lives
-        seeds: list[int | None] = []
-        options = None
-        for slot in slots:
-            lives.incarnations[slot] += 1
-            seed, options = self._rows.resetting.get(slot, (None, None))
-            seeds.append(lives.seed(slot) if seed is None else seed)
-        stickies = [lives.stickies[slot] for slot in slots]
-        self._losses.rebuild(slots)
-        message = Rebuild(self.number(), slots, self.incarnations(slots), seeds, options, stickies)
-        self.post(worker, "rebuild", slots, message)
-
-    def _check_recovery(self) -> None:
-        limit_s, rows = self._recovery.recovery_timeout_s, self._rows
-        late = [
-            slot for slot in self._losses.late(time.monotonic(), limit_s) if rows.awaited[slot] and not rows.ready[slot]
-        ]
-        if late:
-            rows.awaited[late] = False
-            raise WorkerLostError(
-                f"the environments of slots {late} did not come back within recovery_timeout_s={limit_s}; see events()",
-                slots=tuple(late),
-            )
-
-    def _look_for_hangs(self) -> None:
-        now = time.monotonic()
-        for worker, tickets in enumerate(self._open):
-            if not tickets or worker in self._hung or worker in self._losses.respawn:
-                continue
-            at = self._crew.progress(worker)
-            phase = PHASES[at[1]]
-            stuck_s, limit_s = self._hangs.stuck_s(worker, at, now), self._recovery.timeout_s(phase)
-            if limit_s is not None and stuck_s > limit_s:
-                self._hung[worker] = f"hung for {stuck_s:.1f} s ({phase}_timeout_s={limit_s})"
-                self._crew.kill(worker)
+            self._repairs.env_gone(worker, fault)
 
     # -- what fragments need ----------------------------------------------------------------------------------
 
@@ -608,14 +461,14 @@ class Pool:
             elif slot in losses.held:  # its first row becomes the observation to go on from
                 del losses.held[slot]
                 losses.lost.pop(slot, None)
-                self._rows.adopt(slot)
+                self.rows.adopt(slot)
         return worker not in losses.respawn and not any(slot in losses.gone for slot in self.slots_of[worker])
 
     def is_leaving(self, worker: int) -> bool:
         return self._crew.is_leaving(worker)
 
     def collected(self, slots: list[int], stepped: Any) -> None:
-        self._rows.collected(slots, stepped)
+        self.rows.collected(slots, stepped)
 
     # -- the rest ---------------------------------------------------------------------------------------------
 
@@ -623,7 +476,7 @@ class Pool:
         """Give up every row under way (before a reset): wait for the workers to finish it, then forget it."""
         while any(t.kind != "call" for tickets in self._open for t in tickets.values()):
             self.turn(None)
-        self._rows.forget()
+        self.rows.forget()
 
     def give_up_step(self) -> bool:
         """Some worker's policy failed: wait for the others. True: a slot was stepped, and its row is lost."""
@@ -632,8 +485,8 @@ class Pool:
                 self.turn(None)
             except PolicyError:
                 continue
-        stepped = self._rows.ready_count > 0
-        self._rows.forget()
+        stepped = self.rows.ready_count > 0
+        self.rows.forget()
         return stepped
 
     def state_dict(self) -> dict[str, Any]:
@@ -673,23 +526,7 @@ class Pool:
                 )
 
     def close(self, timeout_s: float) -> None:
-        if hasattr(self, "_rows"):
-            del self._rows.buffers  # views would keep the shared memory open
+        if hasattr(self, "rows"):
+            del self.rows.buffers  # views would keep the shared memory open
         self.desk.close()
         self._crew.close(timeout_s)
-
-
-def _env_error(fault: Fault, where: str = "") -> EnvError:
-    advice = missing_package(fault.traceback, where) if where else ""
-    return EnvError(
-        f"the environment of slot {fault.slot} failed in {fault.phase}: {fault.error} "
-        f"(seed {fault.seed}, incarnation {fault.incarnation}, step {fault.step}){': ' * bool(advice)}{advice}"
-        f"\n{fault.traceback}",
-        slot=fault.slot,
-        phase=fault.phase,
-        remote_traceback=fault.traceback,
-    )
-
-
-def _quote(tail: str) -> str:
-    return f"; its last words:\n{tail.rstrip()}" if tail.strip() else ""
