@@ -125,7 +125,7 @@ HALF = ("APS(0.01)", "APS(0.01) auto")
 GRID = ("Every(4)", "Every(8)", "Every(16)", "APS(0.005)", "APS(0.01)", "APS(0.05)", "APS(0.1)", "APS(0.2)")
 PAPER_DELTAS = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 0.8, 1.0)
 PAPER_GRID = ("Always", *(f"APS({delta})" for delta in PAPER_DELTAS))
-_LOSSES = ("Always", "APS(0.02)", "APS(0.2)")
+_LOSSES = ("Always", "APS(0.005)", "APS(0.01)", "APS(0.02)", "APS(0.2)")
 
 TABLES: dict[str, list[Job]] = {
     "pilot": [job for task in list(TASKS)[:6] for job in _jobs(task, 2, ("Always",))],
@@ -140,7 +140,7 @@ TABLES: dict[str, list[Job]] = {
     ],
     "cheetah": [
         *_jobs("HalfCheetah PPO", 10, ("Always",)),
-        *_jobs("HalfCheetah PPO", 5, ("APS(0.02) auto", "APS(0.05) auto")),
+        *_jobs("HalfCheetah PPO", 3, ("APS(0.02) auto", "APS(0.05) auto")),
     ],
     "grid": [
         *_jobs("CartPole PPO", 10, (*GRID, "Never", "Random(0.02)", "Shuffled(0.2)")),
@@ -149,7 +149,8 @@ TABLES: dict[str, list[Job]] = {
         *_jobs("Pendulum SAC", 3, GRID[3:]),
     ],
     "ablations": [
-        *_jobs("Acrobot PPO", 3, _LOSSES, "is_decoupled=False"),
+        *_jobs("Acrobot PPO", 3, _LOSSES[2:4], "is_decoupled=False"),
+        *_jobs("LunarLander PPO", 3, _LOSSES[2:4], "is_decoupled=False"),
         *_jobs("CartPole PPO", 10, _LOSSES, "is_decoupled=False"),
         *_jobs("CartPole PPO", 10, ("APS(0.02)",), "sample_every=16"),
         *_jobs("CartPole PPO", 10, ("APS(0.02)",), "sample_every=512"),

@@ -144,15 +144,19 @@ def kappa_table(runs: Runs) -> str:
         "90 %",
         "updates",
         "policy, bytes",
-        "requests, bytes per update and node",
+        "a pull, packed",
+        "all that goes to a node, per update",
     ]
     lines = []
     for task in _compared(runs):
         always = runs.of(task, "Always")
         kappas = [f"{np.mean([record['kappa'][q] for record in always]):.2g}" for q in ("10", "50", "90")]
-        rest = [(r["sent_bytes"] - r["weight_bytes"]) / r["versions"] / r["nodes"] for r in always]
         cells = [task, *kappas, _mean(always, lambda r: r["versions"]), str(always[0]["policy_bytes"])]
-        lines.append([*cells, f"{np.mean(rest):.0f}"])
+        packed = runs.of(task, "APS(0.02) auto")
+        if packed:
+            cells.append(f"{np.mean([r['weight_bytes'] / r['pulls'] for r in packed]):.0f}")
+            cells.append(f"{np.mean([r['sent_bytes'] / r['versions'] / r['nodes'] for r in packed]):.0f}")
+        lines.append([*cells, "", ""][: len(titles)])
     return table(titles, lines)
 
 
