@@ -101,6 +101,19 @@ def test_aps_pulls_where_the_true_drift_crosses_the_threshold():
     assert 0.8 < np.median(ratios) < 1.25
 
 
+def test_a_drift_that_stays_below_the_threshold_does_not_hold_a_version_for_ever(caplog):
+    module, generator = net(), torch.Generator().manual_seed(2)
+    with ce.ClusterEnv("LunarLander-v3", 8, backend=ce.Local(workers=2)) as envs:
+        policy = ce.TorchPolicy(module, dist="categorical")
+        collector = envs.collector(policy, seed=1, sync=ce.APS(threshold=9.0, max_fragments=3))
+        versions = []
+        for _ in range(8):
+            versions.append(int(collector.rollout(8).versions[0, 0]))
+            nudge(module, 0.01, generator)
+    assert versions == [0, 0, 0, 3, 3, 3, 6, 6], "each worker's fragments count by themselves"
+    assert caplog.text.count("fragments with one version") == 1, "said once"
+
+
 def test_receipts_say_how_stale_the_data_is():
     module = net()
     generator = torch.Generator().manual_seed(2)

@@ -112,6 +112,8 @@ def test_kl_foretells_the_effective_sample_size():
         (ce.APS(threshold=0.02, z=0.0), 1, 9, (0.019, 0.002), False),
         (ce.APS(threshold=0.02, max_lag=5), 1, 6, (0.0, 0.0), True),
         (ce.APS(threshold=0.02, min_updates=3), 1, 3, (9.0, 0.0), False),
+        (ce.APS(), 1, 2, (0.011, 0.0), True),
+        (ce.APS(), 1, 2, (0.009, 0.0), False),
         (ce.APS(threshold=0.02), 1, 2, None, True),
         (ce.APS(threshold=0.0), 1, 2, (0.0, 0.0), False),
         (lambda standing: standing.lag > 2, 1, 4, None, True),
@@ -124,6 +126,16 @@ def test_rules(rule, version, latest, drift, pulls):
     assert verdict.pull == pulls and verdict.reason
 
 
+def test_a_version_that_is_acted_with_for_long_is_replaced_whatever_its_drift():
+    standing = Standing(1, 90, 0.001, 0.0, fragments=64)
+    verdict = decide(ce.APS(), standing)
+    assert verdict.pull and verdict.is_overdue and "64 fragments" in verdict.reason
+    assert not decide(ce.APS(), standing._replace(fragments=63)).pull
+    assert not decide(ce.APS(), standing._replace(latest=1)).pull, "nothing is newer"
+    assert not decide(ce.APS(max_fragments=None), standing).pull
+    assert not decide(ce.APS(), standing._replace(drift=1.0)).is_overdue
+
+
 def test_bad_rules_are_refused():
     for wrong in (-0.1, math.nan, math.inf):
         with pytest.raises(ce.SpecError, match="threshold"):
@@ -133,6 +145,9 @@ def test_bad_rules_are_refused():
             ce.APS(ess=wrong)
     with pytest.raises(ce.SpecError, match="give one"):
         ce.APS(threshold=0.1, ess=0.9)
+    for wrong in ({"max_lag": 0}, {"max_fragments": 0}):
+        with pytest.raises(ce.SpecError, match=r"max_\w+=0"):
+            ce.APS(**wrong)
     with pytest.raises(ce.SpecError, match="Every"):
         ce.Every(0)
     with pytest.raises(ce.PolicyError, match="no meaning for a epsilon-greedy policy"):

@@ -96,6 +96,7 @@ class Collector:
         self._exchange = Exchange(self._policy, recipe, prepared.family, rule, max(self._pool.node_of) + 1, codec)
         self._is_recurrent = prepared.is_recurrent
         self._sample_every = _SAMPLE_EVERY
+        self._was_overdue = False
         workers = len(self._pool.slots_of)
         self._tally = Tally(workers)
         self._sequence = np.zeros(workers, dtype=np.int64)
@@ -280,6 +281,13 @@ class Collector:
         begin = time.perf_counter()
         verdict = self._exchange.consider(node, max_lag)
         self._tally.considering_s += time.perf_counter() - begin
+        if verdict.is_overdue and not self._was_overdue:
+            self._was_overdue = True
+            emit(
+                logging.WARNING,
+                f"node {node} acted {verdict.reason}: it pulls now. Unless learning is over, a loss that clips around "
+                "what acted may hold the policy there: lower the threshold, or see docs/aps.md",
+            )
         if verdict.pull:
             pulled = self._exchange.pull(node)
             desk.offer(node, pulled.version, pulled.weights, pulled.packed, self._exchange.keeps)
@@ -297,7 +305,7 @@ class Collector:
             if result is None:
                 continue
             node = self._pool.node_of[part.worker]
-            stand = self._exchange.delivered(node, result.version)
+            stand = self._exchange.delivered(node, part.worker, result.version)
             slots = tuple(part.slots)
             receipts.append(Receipt(part.worker, slots, result.version, stand.lag, stand.drift, stand.drift_se))
             self._tally.fragment(part.worker, num_steps * len(slots), result.env_s, result.policy_s)

@@ -43,6 +43,8 @@ class Holding:
     """What it acts with: near to that version where they travel packed."""
     standing: Standing = _NOTHING
     drift_at_pull: float | None = None
+    acted: Counter[int] = field(default_factory=Counter)
+    """Worker → fragments that it acted with this version, and that were handed over."""
     pulls: int = 0
     forms: Counter[str] = field(default_factory=Counter)
     """Codec → how many pulls."""
@@ -101,6 +103,7 @@ class Exchange:
         """The nodes have another policy now."""
         for holding in self.holdings:
             holding.version, holding.weights = -1, b""
+            holding.acted.clear()
 
     def stand(self, node: int) -> Standing:
         """How the version that the node has stands to the newest."""
@@ -111,7 +114,8 @@ class Exchange:
         drift = None
         if self.measures_drift and latest != holding.version:
             drift = publisher.drift(holding.version, self._policy.knobs())
-        return Standing(holding.version, latest, *((None, None) if drift is None else drift[:2]))
+        mean, se = (None, None) if drift is None else (drift.mean, drift.se)
+        return Standing(holding.version, latest, mean, se, max(holding.acted.values(), default=0))
 
     def consider(self, node: int, max_lag: int | None = None) -> Decision:
         """Whether the node pulls, now that something is asked of it; more than `max_lag` behind it does in any case."""
@@ -133,6 +137,7 @@ class Exchange:
         holding.version, holding.weights = version, publisher.data if packed is None else packed.weights
         holding.drift_at_pull = holding.standing.drift
         holding.standing = Standing(version, version, 0.0, 0.0)
+        holding.acted.clear()
         holding.pulls += 1
         holding.forms[form] += 1
         holding.weight_bytes += len(data)
@@ -166,10 +171,12 @@ class Exchange:
         left = self.publisher.distance(weights, version, self._policy.knobs())
         return left is not None and left.mean + rule.z * left.se <= rule.delta / 4
 
-    def delivered(self, node: int, version: int) -> Standing:
+    def delivered(self, node: int, worker: int, version: int) -> Standing:
         """A fragment acted by `version` is handed to the learner; returns how stale it is."""
         holding = self.holdings[node]
         latest = self.publisher.version
         holding.lags[latest - version] += 1
+        if version == holding.version:
+            holding.acted[worker] += 1
         known = holding.standing.version == version
-        return Standing(version, latest, *(holding.standing[2:] if known else (None, None)))
+        return Standing(version, latest, *(holding.standing[2:4] if known else (None, None)))

@@ -27,6 +27,8 @@ class Standing(NamedTuple):
     drift: float | None
     """Mean divergence from the newest, over states that this version visited; None: not known."""
     drift_se: float | None
+    fragments: int = 0
+    """So many has one of its workers acted with this version."""
 
     @property
     def lag(self) -> int:
@@ -36,6 +38,8 @@ class Standing(NamedTuple):
 class Decision(NamedTuple):
     pull: bool
     reason: str
+    is_overdue: bool = False
+    """The drift alone would not have asked for it."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,13 @@ class APS:
     """Adaptive Policy Synchronization (arXiv 2507.10990): pull when the policy has really diverged.
 
     Args:
-        threshold: mean KL per state (or its kin, see `divergence`) above which a node pulls; 0.02 unless told.
+        threshold: mean KL per state (or its kin, see `divergence`) above which a node pulls; 0.01 unless told. Plain
+            PPO, whose clip is centred on what acted, cannot move farther than about clip² / 2 from it: stay below half
+            of that, or learn with `behaviour_weights`.
         ess: say instead which share of effective samples is to remain, e.g. 0.98; threshold = -ln(ess) / 2.
         max_lag: pull in any case when so many versions behind.
+        max_fragments: pull in any case when a worker has acted so many fragments with one version: what holds the
+            learner near it must not hold it for ever. None: never.
         min_updates: not before so many versions behind.
         z: how many standard errors of the estimate count as drift: more is more cautious.
 
@@ -79,6 +87,7 @@ class APS:
     threshold: float | None = None
     ess: float | None = None
     max_lag: int | None = None
+    max_fragments: int | None = 64
     min_updates: int = 1
     z: float = 1.0
 
@@ -89,8 +98,10 @@ class APS:
             raise SpecError(f"APS(threshold={self.threshold}): expected a number of 0 or more (a mean KL per state)")
         if self.ess is not None and not 0.0 < self.ess < 1.0:
             raise SpecError(f"APS(ess={self.ess}): expected a share between 0 and 1")
-        if self.max_lag is not None and self.max_lag < 1:
-            raise SpecError(f"APS(max_lag={self.max_lag}): expected 1 or more")
+        for name in ("max_lag", "max_fragments"):
+            most = getattr(self, name)
+            if most is not None and most < 1:
+                raise SpecError(f"APS({name}={most}): expected 1 or more")
         if self.min_updates < 1 or not self.z >= 0.0:
             raise SpecError(f"APS(min_updates={self.min_updates}, z={self.z}): expected 1 or more, and 0 or more")
 
@@ -98,7 +109,7 @@ class APS:
     def delta(self) -> float:
         if self.ess is not None:
             return -0.5 * math.log(self.ess)
-        return 0.02 if self.threshold is None else self.threshold
+        return 0.01 if self.threshold is None else self.threshold
 
 
 Rule = Always | Every | Never | APS | Callable[[Standing], bool]
@@ -143,6 +154,9 @@ def decide(rule: Rule, standing: Standing) -> Decision:
         if standing.drift is None:
             return Decision(True, "drift not known")
         bound = standing.drift + rule.z * (standing.drift_se or 0.0)
+        if bound <= rule.delta and rule.max_fragments is not None and standing.fragments >= rule.max_fragments:
+            text = f"{standing.fragments} fragments with one version, as its drift of {standing.drift:.2g} stays below"
+            return Decision(True, f"{text} {rule.delta:.2g}", is_overdue=True)
         text = f"drift {standing.drift:.4g} + {rule.z:g} x {standing.drift_se or 0.0:.2g}"
         return Decision(bound > rule.delta, f"{text} {'>' if bound > rule.delta else '<='} {rule.delta:.4g}")
     try:
