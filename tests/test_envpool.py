@@ -15,6 +15,7 @@ import clusterenv
 from clusterenv.errors import ClusterEnvError
 from clusterenv.integrations.envpool import EnvPoolVectorEnv, envpool
 
+pytest.importorskip("envpool")
 NUM_ENVS = 6
 
 
