@@ -131,7 +131,7 @@ TABLES: dict[str, list[Job]] = {
     "pilot": [job for task in list(TASKS)[:6] for job in _jobs(task, 2, ("Always",))],
     "main": [
         *_jobs("LunarLander PPO", 10, ("APS(0.02)", "APS(0.01)", "Shuffled(0.02)")),
-        *_jobs("LunarLander PPO", 34, ("Always", "APS(0.02) auto")),
+        *_jobs("LunarLander PPO", 46, ("Always", "APS(0.02) auto")),
         *_jobs("LunarLander PPO", 22, ("APS(0.01) auto",)),
         *_jobs("Acrobot PPO", 20, (*MAIN, HALF[1])),
         *_jobs("CartPole PPO", 30, (*MAIN, HALF[1])),
