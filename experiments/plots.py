@@ -114,13 +114,14 @@ def _savings(runs: Runs, tasks: list[str]) -> Any:
             continue
         kappa = np.mean([record["drift_at_pull"]["50"] for record in always])
         most = np.mean([record["pulls"] for record in always])
-        points = []
-        for arm in runs.arms(task):
-            if arm.startswith("APS(") and " " not in arm:
+        points = {}
+        for arm in reversed(runs.arms(task)):  # whole weights after packed ones, which pull as often
+            delta, _, rest = arm.removeprefix("APS(").partition(")")
+            if arm.startswith("APS(") and rest in ("", " auto"):
                 pulls = np.mean([record["pulls"] for record in runs.of(task, arm)])
-                points.append((float(arm[4:-1]) / kappa, most / pulls))
+                points[float(delta) / kappa] = most / pulls
         if points:
-            axis.plot(*zip(*sorted(points), strict=True), marker="o", ms=4, label=task)
+            axis.plot(*zip(*sorted(points.items()), strict=True), marker="o", ms=4, label=task)
     x = np.geomspace(0.3, 200, 50)
     axis.plot(x, np.maximum(1, np.sqrt(x)), "k:", lw=1, label="directed drift: the root of delta / kappa")
     axis.plot(x, np.maximum(1, x), "k--", lw=1, label="diffusive drift: delta / kappa")
