@@ -120,7 +120,7 @@ def _jobs(task: str, seeds: int, rules: Sequence[str], variant: str = "") -> lis
 MAIN = ("Always", "APS(0.02)", "APS(0.02) auto", "Shuffled(0.02)")
 """The comparisons that were stated before the runs."""
 HALF = ("APS(0.01)", "APS(0.01) auto")
-"""After the first ten seeds of LunarLander, where 0.02 cost return."""
+"""Added after the first ten seeds of LunarLander, where 0.02 seemed to cost return."""
 
 GRID = ("Every(4)", "Every(8)", "Every(16)", "APS(0.005)", "APS(0.01)", "APS(0.05)", "APS(0.1)", "APS(0.2)")
 PAPER_DELTAS = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 0.8, 1.0)
@@ -149,7 +149,7 @@ TABLES: dict[str, list[Job]] = {
         *_jobs("Pendulum SAC", 3, GRID[3:]),
     ],
     "ablations": [
-        *_jobs("Acrobot PPO", 3, _LOSSES[2:4], "is_decoupled=False"),
+        *_jobs("Acrobot PPO", 3, ("APS(0.01)", "APS(0.02)"), "is_decoupled=False"),
         *_jobs("CartPole PPO", 10, _LOSSES, "is_decoupled=False"),
         *_jobs("CartPole PPO", 10, ("APS(0.02)",), "sample_every=16"),
         *_jobs("CartPole PPO", 10, ("APS(0.02)",), "sample_every=512"),

@@ -153,10 +153,10 @@ def kappa_table(runs: Runs) -> str:
         kappas = [f"{np.mean([record['kappa'][q] for record in always]):.2g}" for q in ("10", "50", "90")]
         cells = [task, *kappas, _mean(always, lambda r: r["versions"]), str(always[0]["policy_bytes"])]
         packed = runs.of(task, "APS(0.02) auto")
-        if packed:
-            cells.append(f"{np.mean([r['weight_bytes'] / r['pulls'] for r in packed]):.0f}")
-            cells.append(f"{np.mean([r['sent_bytes'] / r['versions'] / r['nodes'] for r in packed]):.0f}")
-        lines.append([*cells, "", ""][: len(titles)])
+        a_pull = [r["weight_bytes"] / r["pulls"] for r in packed]
+        an_update = [r["sent_bytes"] / r["versions"] / r["nodes"] for r in packed]
+        cells += [f"{np.mean(sizes):.0f}" if sizes else "" for sizes in (a_pull, an_update)]
+        lines.append(cells)
     return table(titles, lines)
 
 
