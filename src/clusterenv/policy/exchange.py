@@ -158,7 +158,7 @@ class Exchange:
 
     def _smallest(self, holding: Holding) -> tuple[str, Packed | None]:
         base = holding.weights or None
-        forms = ("int2", "int4", "int8", "fp16") if self.codec == "auto" else (self.codec,)
+        forms = CODECS[-2:0:-1] if self.codec == "auto" else (self.codec,)  # the smallest first
         for form in forms:
             packed = pack(form, self.publisher.data, base)
             if packed is not None and (self.codec != "auto" or self._is_near(packed.weights, holding.version)):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -24,7 +24,8 @@ from clusterenv.policy.codec import Weights
 __all__ = ["CODECS", "Codec", "Packed", "pack", "takes_steps", "unpack"]
 
 Codec = Literal["fp32", "fp16", "int8", "int4", "int2", "auto"]
-CODECS = ("fp32", "fp16", "int8", "int4", "int2", "auto")
+CODECS = get_args(Codec)
+"""From the largest to the smallest, and the one that chooses."""
 
 _PREFIX = struct.Struct("<B8s")  # form, the beginning of the digest of what it gives
 _HALVES = 0

@@ -26,7 +26,7 @@ FRAME_LIMIT = CHUNK + (1 << 16)
 
 _PREFIX = struct.Struct("<BQ")  # whole or piece, session
 _PIECE = struct.Struct("<BQIIQ")  # .., index, count, total
-_PART, _WHOLE = 1, 2
+_PART, _WHOLE = 1, 2  # 0 was whole in protocols 1 and 2, whose sizes were wider
 _SMALL_LIMIT = 16 << 20
 _INLINE = 1 << 16
 _HEADER = 1024
