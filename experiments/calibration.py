@@ -127,7 +127,8 @@ def decide_again(run: Record) -> Agreement:
             continue
         version, latest = item.standing.version, item.standing.latest
         drift = table.drift(version, latest, {}) if 0 <= version < latest else None
-        standing = Standing(version, latest, *((None, None) if drift is None else drift[:2]))
+        mean, se = (None, None) if drift is None else drift[:2]
+        standing = Standing(version, latest, mean, se, item.standing.fragments)
         again = decide(run.rule, standing).pull
         decisions += 1
         pulls += bool(item.pulls)
@@ -152,7 +153,7 @@ def compare(run: Record, rng: np.random.Generator) -> list[tuple[float, float, f
             sampled.setdefault(item.version, set()).update(row.tobytes() for row in item.rows["obs"])
             seen[item.version] = seen.get(item.version, 0) + 1
             continue
-        version, latest, drift, se = item.standing
+        version, latest, drift, se, _ = item.standing
         if drift is None or version not in seen or (version, latest) in done:
             continue
         done.add((version, latest))
