@@ -24,6 +24,9 @@ class PPO(Learner):
     """An update is a whole rollout, in minibatches; it makes one version."""
 
     streams = False
+    """True: learn from each node's fragment as it comes."""
+    publishes_minibatches = False
+    """True: each minibatch makes a version. With `streams`, this is what APPO does."""
     num_steps = 64
     epochs, minibatch, rate = 4, 512, 7e-4
     gamma, lam, clip, entropy, value_weight, reward_scale = 0.999, 0.98, 0.2, 0.003, 0.5, 0.03
@@ -74,8 +77,8 @@ class PPO(Learner):
         estimate = gae(scaled, self.critic, self.gamma, self.lam)
         advantages, returns = estimate.advantages.reshape(-1), estimate.returns.reshape(-1)
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-        for _ in range(self.epochs):
-            for rows in torch.randperm(len(obs), device=self.device).split(self.minibatch):
+        for epoch in range(self.epochs):
+            for i, rows in enumerate(torch.randperm(len(obs), device=self.device).split(self.minibatch)):
                 policy = self._distribution(self.actor(obs[rows]))
                 ratio = (policy.log_prob(actions[rows]) - centre[rows]).exp()
                 gain = torch.min(ratio * advantages[rows], ratio.clamp(1 - self.clip, 1 + self.clip) * advantages[rows])
@@ -86,8 +89,13 @@ class PPO(Learner):
                 loss.backward()
                 nn.utils.clip_grad_norm_(self._parameters, 0.5)
                 self._optimizer.step()
-        self.note_kappa(before, obs)
-        publish()
+                if self.publishes_minibatches:
+                    if epoch == i == 0:  # the first of a fragment is measured for all
+                        self.note_kappa(before, obs)
+                    publish()
+        if not self.publishes_minibatches:
+            self.note_kappa(before, obs)
+            publish()
 
 
 class _Scaled(nn.Module):
