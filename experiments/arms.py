@@ -85,12 +85,12 @@ TASKS = {
     "paper, shorter rollouts": Task(
         "LunarLander-v3",
         "PPO",
-        2_000_000,
+        1_500_000,
         256,
         4,
         -180.0,
         250.0,
-        {**_PAPER, "num_steps": 128, "minibatch": 4096, "epochs": 10},
+        {**_PAPER, "num_steps": 64, "minibatch": 2048, "epochs": 20},
     ),
 }
 """By name, in the order in which they are shown."""
@@ -170,7 +170,7 @@ TABLES: dict[str, list[Job]] = {
         *_jobs("CartPole PPO", 10, ("APS(0.05)",), "quantile=0.9"),  # about as many pulls as APS(0.02)
         *_jobs("CartPole PPO", 10, ("APS(0.02) fp16", "APS(0.02) int8", "APS(0.02) int4", "APS(0.02) int2")),
     ],
-    "paper": [*_jobs("paper", 2, PAPER_GRID), *_jobs("paper, shorter rollouts", 2, PAPER_GRID)],
+    "paper": [*_jobs("paper", 2, PAPER_GRID), *_jobs("paper, shorter rollouts", 3, PAPER_GRID)],
     "quick": [
         *_jobs("LunarLander PPO, quick", 3, ("Always", "APS(0.01)", "APS(0.05)", "APS(0.2)")),
         *_jobs("CartPole PPO", 3, (*MAIN, "Every(8)", "APS(0.05)")),
