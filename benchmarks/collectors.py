@@ -49,7 +49,7 @@ class Agent(nn.Module):
         super().__init__()
         if not isinstance(action_space, gym.spaces.Discrete):
             raise TypeError(f"{action_space}: only Discrete actions are sampled here")
-        inputs = int(np.prod(observation_space.shape))
+        inputs = int(np.prod(observation_space.shape or ()))
         self.critic = mlp(inputs, 1, last_std=1.0)
         self.actor = mlp(inputs, int(action_space.n), last_std=0.01)
 
@@ -98,7 +98,7 @@ def cleanrl(job: Job, envs: gym.vector.VectorEnv[Any, Any, Any]) -> list[Window]
     torch.set_num_threads(1)
     agent = Agent(envs.single_observation_space, envs.single_action_space)
     rows = (ROLLOUT_STEPS, job.num_envs)
-    obs = torch.zeros(rows + envs.single_observation_space.shape)
+    obs = torch.zeros(rows + (envs.single_observation_space.shape or ()))
     actions, logprobs, rewards, dones = (torch.zeros(rows) for _ in range(4))
 
     with closing(envs):

@@ -75,7 +75,7 @@ def raw_copy(job: Job) -> list[Window]:
 
 
 def _socket(kind: int, secret: bytes, public: bytes) -> zmq.Socket[bytes]:
-    socket = zmq.Context.instance().socket(kind)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.linger = 0
     socket.hwm = 0
     socket.curve_secretkey, socket.curve_publickey = secret, public

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.arms import TABLES, Arm, Job
+from experiments.records import read
 from experiments.run import run_arm
 
 DATA = Path(__file__).parent / "data"
@@ -52,8 +53,9 @@ def run(jobs: list[Job], path: Path, processes: int, steps_share: float = 1.0, u
         while waiting or running:
             for job in list(_ready(waiting, done))[: processes - len(running)]:
                 waiting.remove(job)
-                parent = done.get((parent_of(job.arm), job.seed), {})
-                running[pool.submit(run_arm, *job, parent.get("pulled", ()), steps_share)] = job
+                parent = parent_of(job.arm)
+                pulled = done[parent, job.seed]["pulled"] if parent else ()
+                running[pool.submit(run_arm, *job, pulled, steps_share)] = job
             if not running:
                 names = sorted({job.arm.name for job in waiting})
                 print(f"not run: {', '.join(names)} permute runs that are missing", file=sys.stderr)
@@ -91,10 +93,6 @@ def parent_of(arm: Arm) -> Arm | None:
 def _cost_s(job: Job, done: dict[Any, Any]) -> float:
     known = [record["seconds"] for (arm, _), record in done.items() if arm.task == job.arm.task]
     return max(known, default=0.0)
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def about() -> dict[str, Any]:

@@ -88,7 +88,7 @@ def listen(exchange: Exchange, happened: list[Noted | Asked], weights: dict[int,
         happened.append(Asked(node, standing, decision.pull))
 
     exchange.on_decision = decided
-    exchange.publisher.note = noted  # type: ignore[method-assign]
+    exchange.publisher.note = noted  # type: ignore[assignment, method-assign]
 
 
 def _float64(module: Any, data: bytes) -> Any:
@@ -167,11 +167,11 @@ def compare(run: Record, rng: np.random.Generator) -> list[tuple[float, float, f
 
 def summarise(points: list[tuple[float, float, float]]) -> dict[str, float]:
     estimate, se, true = np.array(points).T
-    ranks = [np.argsort(np.argsort(values)) for values in (estimate, true)]
+    ranks = np.array([np.argsort(np.argsort(values)) for values in (estimate, true)])
     return {
         "points": len(points),
         "median_ratio": float(np.median(estimate / true)),
-        "rank_correlation": float(np.corrcoef(*ranks)[0, 1]),
+        "rank_correlation": float(np.corrcoef(ranks)[0, 1]),
         "coverage_2se": float(np.mean(np.abs(estimate - true) <= 2 * se)),
     }
 

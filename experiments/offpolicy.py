@@ -88,9 +88,7 @@ class DQN(_OffPolicy):
 
     family_name = "epsilon-greedy"
 
-    def __init__(
-        self, obs_space: gym.Space[Any], action_space: gym.Space[Any], total_steps: int, **settings: Any
-    ) -> None:
+    def __init__(self, obs_space: Any, action_space: Any, total_steps: int, **settings: Any) -> None:
         super().__init__(action_space, settings)
         self.actor = mlp([obs_space.shape[0], 128, 128, int(action_space.n)], nn.ReLU)
         self._target = copy.deepcopy(self.actor)
@@ -117,9 +115,7 @@ class SAC(_OffPolicy):
 
     family_name = "tanh-normal"
 
-    def __init__(
-        self, obs_space: gym.Space[Any], action_space: gym.Space[Any], total_steps: int, **settings: Any
-    ) -> None:
+    def __init__(self, obs_space: Any, action_space: Any, total_steps: int, **settings: Any) -> None:
         super().__init__(action_space, settings)
         size, self._act = obs_space.shape[0], action_space.shape[0]
         self.actor = _Squashed(size, self._act)
@@ -150,7 +146,7 @@ class SAC(_OffPolicy):
             following, logprob = self._draw(next_obs)
             value = torch.min(*self._q(self._targets, next_obs, following)) - alpha * logprob
             target = 0.1 * rewards + 0.99 * (1 - ended) * value
-        loss = sum(F.mse_loss(q, target) for q in self._q(self._critics, obs, unit))
+        loss = torch.stack([F.mse_loss(q, target) for q in self._q(self._critics, obs, unit)]).sum()
         self._critic_optimizer.zero_grad()
         loss.backward()
         self._critic_optimizer.step()

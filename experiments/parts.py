@@ -6,6 +6,7 @@ policy: the mean divergence between the acting policy before and after it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -35,6 +36,8 @@ class Learner:
     family_name: str
     policy: ce.TorchPolicy
     actor: nn.Module
+    streams: bool
+    num_steps: int
     device = "cpu"
 
     def __init__(self, action_space: gym.Space[Any], settings: dict[str, Any]) -> None:
@@ -46,6 +49,9 @@ class Learner:
         self.kappas: list[float] = []
         self.ess: list[float] = []
         """Share of effective samples before the first gradient step of an update."""
+
+    def learn(self, batch: ce.Rollout, publish: Callable[[], int]) -> None:
+        raise NotImplementedError
 
     def params(self, obs: torch.Tensor) -> Any:
         with torch.no_grad():

@@ -33,9 +33,7 @@ class PPO(Learner):
     is_decoupled = True
     """False: the clip is centred on the policy that acted, as in plain PPO."""
 
-    def __init__(
-        self, obs_space: gym.Space[Any], action_space: gym.Space[Any], total_steps: int, **settings: Any
-    ) -> None:
+    def __init__(self, obs_space: Any, action_space: Any, total_steps: int, **settings: Any) -> None:
         is_box = isinstance(action_space, gym.spaces.Box)
         self.family_name = "normal" if is_box else "categorical"
         super().__init__(action_space, settings)
@@ -100,6 +98,9 @@ class PPO(Learner):
 
 class _Scaled(nn.Module):
     """Observations with mean 0 and deviation 1. The statistics are buffers: they belong to the version."""
+
+    mean: torch.Tensor
+    square: torch.Tensor
 
     def __init__(self, size: int) -> None:
         super().__init__()

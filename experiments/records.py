@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from experiments.arms import TASKS, Arm
 
-__all__ = ["Records", "Runs", "fewer", "fewer_pulls", "score"]
+__all__ = ["Records", "Runs", "fewer", "fewer_pulls", "read", "score"]
 
 Records = list[dict[str, Any]]
+
+
+def read(path: Path) -> Records:
+    """The lines of a file, but those of a task that has other settings by now."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [record for line in lines if is_current(record := json.loads(line))]
+
+
+def is_current(record: dict[str, Any]) -> bool:
+    """Lines of the time before settings were written down were removed by hand where they had changed."""
+    return "setting" not in record or record["setting"] == asdict(TASKS[record["task"]])
 
 
 class Runs:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from experiments import plots
-from experiments.__main__ import DATA, read
+from experiments.__main__ import DATA
 from experiments.arms import HALF, MAIN
-from experiments.records import Records, Runs, fewer, fewer_pulls, score
+from experiments.records import Records, Runs, fewer, fewer_pulls, read, score
 from experiments.stats import MARGIN, Interval, difference, iqm_interval, pass_rate, probability_of_improvement
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -83,8 +83,8 @@ def timing_table(runs: Runs) -> str:
                 continue
             cells = [task, delta, str(len(aps))]
             for of in ("area", "late"):
-                both = [[score(record, of) for record in side] for side in (aps, shuffled)]
-                cells.append(_shown(probability_of_improvement(*both)))
+                ours, theirs = ([score(record, of) for record in side] for side in (aps, shuffled))
+                cells.append(_shown(probability_of_improvement(ours, theirs)))
             cells += [f"{np.mean([r['drift']['90'] for r in side]):.2g}" for side in (aps, shuffled)]
             lines.append(cells)
     return table(titles, lines)
@@ -127,10 +127,10 @@ def ablation_table(runs: Runs) -> str:
             mine, other = runs.pairs(task, arm, base)
             if arm == base or len(mine) < 3:
                 continue
-            scores = [[score(record) for record in side] for side in (mine, other)]
+            scores, others = ([score(record) for record in side] for side in (mine, other))
             late = [score(record, "late") for record in mine]
-            cells = [task, arm, str(len(mine)), _shown(iqm_interval(scores[0])), base]
-            cells += [_shown(difference(*scores), sign=True), _shown(iqm_interval(late))]
+            cells = [task, arm, str(len(mine)), _shown(iqm_interval(scores)), base]
+            cells += [_shown(difference(scores, others), sign=True), _shown(iqm_interval(late))]
             cells += [_mean(mine, lambda r: r["pulls"]), f"{np.mean([r['sent_bytes'] for r in mine]) / 1e6:.2f}"]
             lines.append(cells)
     return table(titles, lines)

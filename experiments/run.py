@@ -6,7 +6,8 @@ import re
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,16 @@ from clusterenv.policy.divergence import divergence
 from clusterenv.policy.drift import DriftTable
 from clusterenv.policy.exchange import Exchange
 from clusterenv.policy.families import family_for
-from clusterenv.policy.sync import Decision, Standing, decide
+from clusterenv.policy.sync import Decision, Rule, Standing, decide
 from clusterenv.testing import Virtual
 from experiments.arms import PAPER_DELTAS, TASKS, Arm, Task
 from experiments.offpolicy import DQN, SAC
+from experiments.parts import Learner
 from experiments.ppo import PPO
 
 __all__ = ["run_arm", "schedule"]
 
-LEARNERS = {"PPO": PPO, "DQN": DQN, "SAC": SAC}
+LEARNERS: dict[str, Callable[..., Learner]] = {"PPO": PPO, "DQN": DQN, "SAC": SAC}
 CURVE_POINTS = 25
 LATE = 0.9
 """Late is what ends after this share of the steps."""
@@ -50,7 +52,7 @@ def run_arm(
     with ce.ClusterEnv(task.env, task.num_envs, backend=backend or Virtual(task.nodes)) as cluster:
         spaces = cluster.single_observation_space, cluster.single_action_space
         learner = LEARNERS[task.learner](*spaces, total_steps, **{**task.settings, **settings})
-        collector = cluster.collector(learner.policy, sync=rule, seed=seed, codec=arm.codec)
+        collector = cluster.collector(learner.policy, sync=rule, seed=seed, codec=arm.codec)  # type: ignore[arg-type]
         watch = _Watch(collector._exchange)
         if "sample_every" in options:
             collector._sample_every = int(options["sample_every"])
@@ -79,6 +81,7 @@ def run_arm(
     return {
         **arm._asdict(),
         "seed": seed,
+        "setting": asdict(task),
         "steps": steps,
         "device": learner.device,
         "nodes": len(stats["nodes"]),
@@ -103,7 +106,7 @@ def run_arm(
     }
 
 
-def _batches(collector: ce.Collector, learner: Any) -> Iterator[ce.Rollout]:
+def _batches(collector: ce.Collector, learner: Learner) -> Generator[ce.Rollout, None, None]:
     if learner.streams:
         return collector.stream(learner.num_steps, queue=1)
     return (collector.rollout(learner.num_steps) for _ in iter(int, 1))
@@ -118,7 +121,8 @@ def rule_of(text: str, seed: int, parent_pulls: Sequence[int], options: dict[str
     if name in ("Shuffled", "Random"):
         versions = schedule(parent_pulls, seed, is_shuffled=name == "Shuffled")
         return lambda standing: bisect_right(versions, standing.latest) > bisect_right(versions, standing.version)
-    rule = ce.Every(int(number)) if name == "Every" else {"Always": ce.Always(), "Never": ce.Never()}[name]
+    fixed: dict[str, Rule] = {"Always": ce.Always(), "Never": ce.Never()}
+    rule = ce.Every(int(number)) if name == "Every" else fixed[name]
     return lambda standing: decide(rule, standing).pull
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 __all__ = ["MARGIN", "Interval", "difference", "iqm", "iqm_interval", "pass_rate", "probability_of_improvement"]
 
@@ -36,20 +36,20 @@ def iqm(scores: Any, axis: int = -1) -> Any:
     return (ordered * weights).sum(axis=-1) / weights.sum()
 
 
-def iqm_interval(scores: Sequence[float], seed: int = 0) -> Interval:
+def iqm_interval(scores: ArrayLike, seed: int = 0) -> Interval:
     array = np.asarray(scores)
     picks = np.random.default_rng(seed).integers(len(array), size=(_RESAMPLES, len(array)))
     return _interval(iqm(array), iqm(array[picks]))
 
 
-def difference(arm: Sequence[float], base: Sequence[float], seed: int = 0, resamples: int = _RESAMPLES) -> Interval:
+def difference(arm: ArrayLike, base: ArrayLike, seed: int = 0, resamples: int = _RESAMPLES) -> Interval:
     """Of the IQMs, arm minus base; row i of both has the same seed, and seeds are resampled together."""
     a, b = np.asarray(arm), np.asarray(base)
     picks = np.random.default_rng(seed).integers(len(a), size=(resamples, len(a)))
     return _interval(iqm(a) - iqm(b), iqm(a[picks]) - iqm(b[picks]))
 
 
-def probability_of_improvement(arm: Sequence[float], base: Sequence[float], seed: int = 0) -> Interval:
+def probability_of_improvement(arm: ArrayLike, base: ArrayLike, seed: int = 0) -> Interval:
     """That a run of the arm scores above one of the base, ties half.
 
     >>> probability_of_improvement([1.0, 2.0], [0.0, 0.5]).value
@@ -63,7 +63,7 @@ def probability_of_improvement(arm: Sequence[float], base: Sequence[float], seed
     return _interval(wins.mean(), resampled)
 
 
-def pass_rate(scores: Sequence[float], seeds: int, trials: int = 200) -> float:
+def pass_rate(scores: ArrayLike, seeds: int, trials: int = 200) -> float:
     """How often an arm that is no different passes the test of non-inferiority with so many seeds: its power.
 
     Both arms are drawn from these scores of a pilot.

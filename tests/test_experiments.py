@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+from dataclasses import asdict
 from multiprocessing import resource_tracker
 
 import numpy as np
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 
 import experiments.run
 import experiments.stats
-from experiments.__main__ import DATA, parent_of, read, run
+from experiments.__main__ import DATA, parent_of, run
 from experiments.arms import TABLES, TASKS, Arm, Job
-from experiments.records import Runs, score
+from experiments.records import Runs, read, score
 from experiments.report import BLOCKS, DOCS, fill
 from experiments.run import run_arm, schedule
 from experiments.stats import MARGIN, difference, iqm, pass_rate, probability_of_improvement
@@ -75,6 +76,15 @@ def test_a_table_goes_on_where_it_stopped(tmp_path):
     del again["seconds"]
     assert again == {key: first[0][key] for key in again}, "the same each time"
     resource_tracker._resource_tracker._stop()  # of the runner's processes; it would live as long as this one
+
+
+def test_lines_of_a_task_that_has_other_settings_by_now_do_not_count(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    setting = json.loads(json.dumps(asdict(TASKS["CartPole PPO"])))
+    lines = [{"task": "CartPole PPO", "setting": setting}, {"task": "CartPole PPO"}]
+    changed = {"task": "CartPole PPO", "setting": setting | {"settings": setting["settings"] | {"epochs": 99}}}
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, changed]))
+    assert read(path) == lines
 
 
 def test_scores_are_0_for_a_random_policy_and_1_for_a_solved_task():
