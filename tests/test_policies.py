@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -269,6 +270,26 @@ def test_sb3_policies_act_as_they_do_at_home(space):
     with torch.no_grad():
         _, own, _ = model.policy.evaluate_actions(obs, actions.float() if space == "binary" else actions)
     assert torch.allclose(own, logprobs, atol=1e-5)
+
+
+class Imports(gym.Env):
+    observation_space, action_space = spaces.Box(-1, 1, (OBS,), np.float32), spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(OBS, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(OBS, np.float32), 0.0, False, False, {}
+
+    def imported(self, name):
+        return name in sys.modules
+
+
+def test_a_worker_imports_torch_and_not_what_torch_has_for_compilers():
+    """Sympy would be half a second of CPU for each worker, before its first step."""
+    with ce.ClusterEnv(Imports, 1, backend=ce.Local(workers=1)) as envs:
+        envs.collector(ce.TorchPolicy(nn.Linear(OBS, 2), dist="categorical")).rollout(2)
+        assert envs.call("imported", "torch") == (True,) and envs.call("imported", "sympy") == (False,)
 
 
 def test_what_does_not_travel_must_not_matter():

@@ -368,7 +368,9 @@ def _fill(module: Any) -> None:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
                     if id(tensor) not in places:
-                        places[id(tensor)] = torch.zeros_like(tensor, device="cpu")
+                        # Not zeros_like: of a meta tensor it imports sympy, half a second for each worker.
+                        places[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                        places[id(tensor)].zero_()
                     filled = places[id(tensor)]
                     tensors[name] = torch.nn.Parameter(filled, False) if tensors is part._parameters else filled
 
