@@ -22,16 +22,15 @@ from clusterenv.policy.codec import decode
 from clusterenv.policy.families import Family, mask_logits
 from clusterenv.policy.named import Named, prepare_named
 from clusterenv.policy.streams import Streams
-from clusterenv.pool.arena import Arena, ArenaLayout, Side
+from clusterenv.pool.arena import Arena, ArenaLayout
+from clusterenv.pool.columns import Columns, Gathered, Picked, pack_finals
 from clusterenv.pool.evaluation import Evaluator
 from clusterenv.pool.group import INIT, POLICY, RESET, STEP, Caught, EnvGroup
-from clusterenv.pool.layout import Leaf, assemble, coerce, flatten
+from clusterenv.pool.layout import assemble
 from clusterenv.pool.messages import (
     Act,
     Acted,
-    DriftSamples,
     Evaluate,
-    Fault,
     Finals,
     FragmentResult,
     LoadWeights,
@@ -151,9 +150,9 @@ class FragmentLoop:
         first, slots, at, keys, knobs = group.first, group.slots, group.at, self._keys, request.knobs
         side = self._arena.sides[request.side]
         steps = list(group.steps)
-        columns = _Columns(side, group.rows, request.num_steps, self._space, group.buffers.layout.obs)
+        columns = Columns(side, group.rows, request.num_steps, self._space, group.buffers.layout.obs)
         lengths = np.array([group.clock - began for began in group.began])
-        run = _Run(columns, lengths)
+        run = Gathered(columns, lengths)
         self._begin(run)
         started = columns.starts
         started[0] = lengths == 0
@@ -161,7 +160,7 @@ class FragmentLoop:
         noise = self._streams.draw(slots, request.incarnations, request.num_steps, family.noise, family.noise_size)
         for k in run.failed:
             steps[k] = columns.frozen(0, k)
-        picked = _Picked(self._streams, slots, request)
+        picked = Picked(self._streams, slots, request)
         all_params = np.empty((request.num_steps, len(slots), family.num_params), dtype=np.float32)
         env_s = policy_s = 0.0
         done, policy_error = 0, None
@@ -257,9 +256,9 @@ class FragmentLoop:
         group.began = [group.clock - int(length) for length in lengths]
         group.ended = [False] * count
         leaves = group.buffers.layout.obs
-        finals = _pack_finals(run.finals, self._space, leaves)
+        finals = pack_finals(run.finals, self._space, leaves)
         if group.check and self._check(run, done, finals):
-            finals = _pack_finals(run.finals, self._space, leaves)
+            finals = pack_finals(run.finals, self._space, leaves)
         result = FragmentResult(
             done,
             self._version,
@@ -280,7 +279,7 @@ class FragmentLoop:
         rows = [values.reshape(steps * count, *values.shape[2:]) for values in (params, noise, actions)]
         return self._family.score(rows[0], rows[1], rows[2], knobs).reshape(steps, count)
 
-    def _begin(self, run: _Run) -> None:
+    def _begin(self, run: Gathered) -> None:
         """Row 0: the observation that the user saw last; a new episode where that one had ended."""
         group, columns = self._group, run.columns
         buffers = group.buffers
@@ -317,7 +316,7 @@ class FragmentLoop:
                     self._masks[k] = group.recent[slot].get(self._mask)
         group.recent.clear()
 
-    def _apply_masks(self, columns: _Columns, t: int, params: Any) -> Any:
+    def _apply_masks(self, columns: Columns, t: int, params: Any) -> Any:
         mask = self._masks_of(columns.obs_at(t), params)
         columns.masks[t] = mask
         return mask_logits(params, mask)
@@ -335,7 +334,7 @@ class FragmentLoop:
             raise PolicyError(f"the action mask of slot {self._group.slots[k]} allows no action")
         return mask
 
-    def _end_episodes(self, run: _Run, t: int, over: list[tuple[int, dict[str, Any]]]) -> None:
+    def _end_episodes(self, run: Gathered, t: int, over: list[tuple[int, dict[str, Any]]]) -> None:
         for k, info in over:
             own = info.get("episode")
             if isinstance(own, dict) and "r" in own and "l" in own:
@@ -344,7 +343,7 @@ class FragmentLoop:
                 run.episodes.append((t, k, float(self._returns[k]), int(run.lengths[k]), info))
             self._returns[k] = self._counted[k] = run.lengths[k] = 0
 
-    def _write_each(self, run: _Run, t: int, block: list[Any], steps: list[Callable[[Any], Any]]) -> None:
+    def _write_each(self, run: Gathered, t: int, block: list[Any], steps: list[Callable[[Any], Any]]) -> None:
         """Row by row, where the block could not be written at once; what does not fit its space is a fault."""
         for k, obs in enumerate(block):
             try:
@@ -358,7 +357,7 @@ class FragmentLoop:
                 steps[k] = run.columns.frozen(t, k)
                 run.columns.write_row(t + 1, k, run.columns.row(t, k))
 
-    def _check(self, run: _Run, done: int, finals: Finals) -> bool:
+    def _check(self, run: Gathered, done: int, finals: Finals) -> bool:
         """A column with a value that nobody should learn from is lost from there on; True where there was one."""
         columns = run.columns
         bad = columns.find_bad(done)
@@ -378,163 +377,6 @@ class FragmentLoop:
             run.drop_after(t, k)
             run.finals.append((t, k, columns.row(t, k)))
         return bool(bad)
-
-
-class _Picked:
-    """The drift sample of one fragment: states chosen beforehand, by each slot's own stream."""
-
-    def __init__(self, streams: Streams, slots: list[int], request: RunFragment) -> None:
-        states: list[tuple[int, int]] = []
-        if request.sample_every:
-            within = min(request.num_steps, request.sample_within or request.num_steps)
-            states = streams.pick(slots, request.incarnations, within, request.sample_every)
-        self._columns_at: dict[int, list[int]] = {}
-        for t, k in states:
-            self._columns_at.setdefault(t, []).append(k)
-        self._order = iter(self._columns_at)
-        self.next_t = next(self._order, -1)
-        self._params: list[Any] = []
-
-    def take(self, t: int, params: Any) -> None:
-        self._params.append(params[self._columns_at[t]])
-        self.next_t = next(self._order, -1)
-
-    def samples(self) -> DriftSamples | None:
-        if not self._params:
-            return None
-        taken = list(self._columns_at.items())[: len(self._params)]
-        t = np.array([at for at, columns in taken for _ in columns])
-        return DriftSamples(t, np.array([k for _, columns in taken for k in columns]), np.concatenate(self._params))
-
-
-class _Run:
-    """What one fragment gathers beside its arrays."""
-
-    def __init__(self, columns: _Columns, lengths: Any) -> None:
-        self.columns = columns
-        self.lengths = lengths
-        self.finals: list[tuple[int, int, Any]] = []
-        self.episodes: list[tuple[int, int, float, int, dict[str, Any]]] = []
-        self.infos: dict[str, list[tuple[int, int, Any]]] = {}
-        self.faults: list[Fault] = []
-        self.failed: set[int] = set()
-
-    def note_infos(self, t: int, k: int, info: dict[str, Any], keys: tuple[str, ...]) -> None:
-        for key in keys:
-            if key in info:
-                self.infos.setdefault(key, []).append((t, k, info[key]))
-
-    def drop_after(self, t: int, k: int) -> None:
-        self.finals = [item for item in self.finals if item[1] != k or item[0] < t]
-        self.episodes = [item for item in self.episodes if item[1] != k or item[0] < t]
-
-
-class _Columns:
-    """This worker's columns of one side of the arena."""
-
-    def __init__(self, side: Side, rows: slice, num_steps: int, space: Any, leaves: tuple[Leaf, ...]) -> None:
-        steps = slice(0, num_steps)
-        self.actions, self.rewards = side.actions[steps, rows], side.rewards[steps, rows]
-        self.logprobs, self.starts = side.logprobs[steps, rows], side.starts[steps, rows]
-        self.terminations, self.truncations = side.terminations[steps, rows], side.truncations[steps, rows]
-        self.valid, self.masks = side.valid[steps, rows], side.masks[steps, rows]
-        self.obs = [leaf[: num_steps + 1, rows] for leaf in side.obs]
-        self._space = space
-        self._leaves = leaves
-        self._nested = len(leaves) != 1 or bool(leaves[0].path)
-        self._only = None if self._nested or not self.obs[0].shape[2:] else self.obs[0]
-        if self._only is not None:
-            shape = self._only.shape
-            self._shapes = [shape[2:]] * shape[1]
-
-    def clear(self) -> None:
-        for array in (self.terminations, self.truncations, self.starts):
-            array.fill(False)
-        self.valid.fill(True)
-
-    def obs_at(self, t: int) -> Any:
-        """[K, ...] in the structure of the space; views."""
-        if not self._nested:
-            return self.obs[0][t]
-        return assemble(self._space, iter([leaf[t] for leaf in self.obs]))
-
-    def row(self, t: int, k: int) -> Any:
-        return assemble(self._space, iter([leaf[t, k].copy() for leaf in self.obs]))
-
-    def write(self, t: int, block: list[Any]) -> bool:
-        """All rows at once, where the space is one array and every observation is what it says."""
-        only = self._only
-        if only is None:
-            return False
-        try:
-            if [obs.shape for obs in block] != self._shapes or block[0].dtype != only.dtype:
-                return False
-            row = only[t]
-            np.concatenate(block, out=row.reshape(-1, *row.shape[2:]))
-        except (AttributeError, TypeError, ValueError):
-            return False
-        return True
-
-    def check_shape(self, obs: Any) -> None:
-        """An episode's last observation is kept beside the rows; what does not fit the space is a fault here too."""
-        if self._only is None or obs.__class__ is not np.ndarray or obs.shape != self._only.shape[2:]:
-            for leaf, value in zip(self._leaves, flatten(self._space, obs), strict=True):
-                coerce(value, leaf, "observation")
-
-    def write_row(self, t: int, k: int, obs: Any) -> None:
-        for out, leaf, value in zip(self.obs, self._leaves, flatten(self._space, obs), strict=True):
-            out[t, k] = coerce(value, leaf, "observation")
-
-    def lose(self, t: int, k: int) -> None:
-        if t < len(self.valid):
-            self.valid[t:, k] = False
-            self.rewards[t:, k] = 0.0
-            self.terminations[t:, k] = False
-            self.truncations[t:, k] = False
-            self.truncations[t, k] = True
-
-    def frozen(self, t: int, k: int) -> Callable[[Any], Any]:
-        """A stand-in for the step of an environment that is gone: its last observation, again and again."""
-        obs = self.row(t, k)
-        return lambda action: (obs, 0.0, False, False, {})
-
-    def find_bad(self, done: int) -> dict[int, tuple[int, str]]:
-        """Column → (first step whose outcome is not usable, why)."""
-        bad: dict[int, tuple[int, str]] = {}
-
-        def note(wrong: Any, what: str) -> None:  # wrong: [done, K]
-            for t, k in np.argwhere(wrong & self.valid[:done]):
-                if int(k) not in bad or bad[int(k)][0] > int(t):
-                    bad[int(k)] = (int(t), what)
-
-        for leaf, values in zip(self._leaves, self.obs, strict=True):
-            after = values[1 : done + 1]
-            if after.dtype.kind in "fc":
-                finite = np.isfinite(after)
-                if not finite.all():
-                    note(~finite.reshape(*after.shape[:2], -1).all(axis=2), f"observation{leaf.name} is not finite")
-            elif leaf.low is not None:
-                outside = (after < leaf.low) | (after >= leaf.high)
-                if outside.any():
-                    note(outside, f"observation{leaf.name} is outside {leaf.low}..{leaf.high}")
-        finite = np.isfinite(self.rewards[:done])
-        if not finite.all():
-            note(~finite, "reward is not finite")
-        return bad
-
-
-def _pack_finals(finals: list[tuple[int, int, Any]], space: Any, leaves: tuple[Leaf, ...]) -> Finals:
-    """As one array per leaf: hundreds of small ones would take long to pickle."""
-    if len(leaves) == 1 and not leaves[0].path:
-        columns = [[obs for _, _, obs in finals]]
-    else:
-        columns = [list(values) for values in zip(*(flatten(space, obs) for _, _, obs in finals), strict=True)]
-    arrays = [
-        np.array(values, dtype=leaf.dtype).reshape(-1, *leaf.shape)
-        for leaf, values in zip(leaves, columns or [[] for _ in leaves], strict=True)
-    ]
-    t = np.array([t for t, _, _ in finals], dtype=np.int64)
-    return Finals(t, np.array([k for _, k, _ in finals], dtype=np.int64), arrays)
 
 
 def _padded(starts: Any) -> Any:
