@@ -28,6 +28,7 @@ class PPO(Learner):
     publishes_minibatches = False
     """True: each minibatch makes a version. With `streams`, this is what APPO does."""
     num_steps = 64
+    hidden = 64
     epochs, minibatch, rate = 4, 512, 7e-4
     gamma, lam, clip, entropy, value_weight, reward_scale = 0.999, 0.98, 0.2, 0.003, 0.5, 0.03
     is_decoupled = True
@@ -38,12 +39,12 @@ class PPO(Learner):
         self.family_name = "normal" if is_box else "categorical"
         super().__init__(action_space, settings)
         size = obs_space.shape[0]
-        critic = mlp([size, 64, 64, 1], nn.Tanh, 1.0)
+        critic = mlp([size, self.hidden, self.hidden, 1], nn.Tanh, 1.0)
         if is_box:
-            self.actor = _Gaussian(size, action_space.shape[0])
+            self.actor = _Gaussian(size, action_space.shape[0], self.hidden)
             self.critic = nn.Sequential(self.actor.scaled, critic)
         else:
-            self.actor = mlp([size, 64, 64, int(action_space.n)], nn.Tanh, 0.01)
+            self.actor = mlp([size, self.hidden, self.hidden, int(action_space.n)], nn.Tanh, 0.01)
             self.critic = critic
         self._distribution = _normal if is_box else _categorical
         self.policy = ce.TorchPolicy(self.actor, dist=self.family_name)
@@ -120,10 +121,10 @@ class _Scaled(nn.Module):
 
 
 class _Gaussian(nn.Module):
-    def __init__(self, size: int, actions: int) -> None:
+    def __init__(self, size: int, actions: int, hidden: int) -> None:
         super().__init__()
         self.scaled = _Scaled(size)
-        self.mean = mlp([size, 64, 64, actions], nn.Tanh, 0.01)
+        self.mean = mlp([size, hidden, hidden, actions], nn.Tanh, 0.01)
         self.log_std = nn.Parameter(torch.full((actions,), -0.5))
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
