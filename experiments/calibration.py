@@ -154,7 +154,7 @@ def compare(run: Record, rng: np.random.Generator) -> list[tuple[float, float, f
             seen[item.version] = seen.get(item.version, 0) + 1
             continue
         version, latest, drift, se, _ = item.standing
-        if drift is None or version not in seen or (version, latest) in done:
+        if drift is None or version == latest or version not in seen or (version, latest) in done:
             continue
         done.add((version, latest))
         states = np.concatenate(run.states[version][: seen[version]])

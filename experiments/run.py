@@ -150,11 +150,11 @@ class _Watch:
     def _decided(self, node: int, standing: Standing, decision: Decision) -> None:
         if node:
             return
-        if standing.drift is not None:
+        if standing.drift is not None and standing.lag:
             self.drifts.append(0.0 if decision.pull else standing.drift)
         if decision.pull:
             self.pulled.append(standing.latest)
-            if standing.drift is not None:
+            if standing.drift is not None and standing.lag:
                 self.at_pull.append(standing.drift)
 
 

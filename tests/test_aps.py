@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import clusterenv as ce
 from clusterenv.policy import codec
 from clusterenv.policy.divergence import divergence
 from clusterenv.policy.families import family_for
+from clusterenv.testing import Virtual
 
 
 def net(outputs=4, inputs=8):
@@ -130,8 +133,71 @@ def test_receipts_say_how_stale_the_data_is():
             nudge(module, 0.02, generator)
         assert lags == [0, 1, 2, 0, 1, 2, 0]
         stats = collector.stats()
-        assert stats["drift_bytes"] < 0.03 * stats["fragment_bytes"], "at these short fragments; 0.3 % at 128 steps"
+        assert stats["drift_bytes"] < 0.2 * stats["fragment_bytes"], "of 128 states 64; one in 64 where there are many"
         assert any("max_lag=3" in reason for reason in pulls(envs))
+
+
+@pytest.mark.parametrize("rule", [ce.Always(), ce.APS(threshold=9.0)], ids=repr)
+def test_in_a_stream_a_receipt_speaks_of_the_newest_at_delivery(rule):
+    """The learner has published since the fragment was asked for: the weights were the newest then, and are not now."""
+    module = net()
+    generator = torch.Generator().manual_seed(2)
+    with ce.ClusterEnv("LunarLander-v3", 8, backend=Virtual(2)) as envs:
+        collector = envs.collector(ce.TorchPolicy(module, dist="categorical"), seed=1, sync=rule)
+        stale = []
+        stream = collector.stream(16, queue=1)
+        for _ in range(12):
+            receipt = next(stream).receipts[0]
+            if receipt.lag:
+                stale.append(receipt.drift)
+            nudge(module, 0.02, generator)
+            collector.publish()
+        stream.close()
+    if isinstance(rule, ce.Always):
+        assert len(stale) > 6 and set(stale) == {None}, "not measured, and not zero"
+    else:
+        assert len(stale) > 6 and min(stale) > 0 and stale[-1] > stale[0], "nothing was pulled: it grows"
+
+
+def test_packed_weights_leave_a_drift_that_the_receipt_tells():
+    module = net()
+    generator = torch.Generator().manual_seed(2)
+    rule = ce.APS(threshold=0.01)
+    with ce.ClusterEnv("LunarLander-v3", 8, backend=Virtual(2)) as envs:
+        collector = envs.collector(ce.TorchPolicy(module, dist="categorical"), seed=1, sync=rule, codec="auto")
+        fresh = []
+        for _ in range(12):
+            receipt = collector.rollout(16).receipts[0]
+            if not receipt.lag:
+                fresh.append(receipt.drift)
+            nudge(module, 0.05, generator)
+        assert max(fresh) <= rule.delta / 4 and min(fresh[1:]) > 0
+        forms = collector.stats()["nodes"][0]["forms"]
+        assert forms.keys() - {"fp32"}, forms
+    with ce.ClusterEnv("LunarLander-v3", 8, backend=Virtual(2)) as envs:
+        collector = envs.collector(ce.TorchPolicy(module, dist="categorical"), seed=1, codec="int8")
+        collector.rollout(16)
+        nudge(module, 0.05, generator)
+        assert collector.rollout(16).receipts[0][3:] == (0, None, None), "nobody measured it"
+
+
+def test_a_state_of_earlier_versions_can_be_loaded_in_the_middle_of_a_run():
+    module = net()
+    generator = torch.Generator().manual_seed(2)
+    with ce.ClusterEnv("LunarLander-v3", 8, backend=Virtual(2)) as envs:
+        collector = envs.collector(ce.TorchPolicy(module, dist="categorical"), seed=1, sync=ce.APS(threshold=9.0))
+        collector.rollout(16)
+        state, weights = collector.state_dict(), copy.deepcopy(module.state_dict())
+        for _ in range(6):
+            nudge(module, 0.5, generator)
+            collector.rollout(16)
+        collector.load_state_dict(state)
+        module.load_state_dict(weights)
+        batch = collector.rollout(16)
+        assert (batch.versions == 1).all() and batch.receipts[0].lag == 0
+        logits = module(torch.from_numpy(batch.obs))
+        ours = torch.distributions.Categorical(logits=logits).log_prob(torch.from_numpy(batch.actions))
+        assert np.allclose(ours.detach().numpy(), batch.logprobs, atol=1e-5), "the workers act with what was loaded"
 
 
 class Gru(nn.Module):

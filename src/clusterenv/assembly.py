@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clusterenv.batch import Episodes, Receipt, Rollout, map_arrays
+from clusterenv.batch import Episodes, Rollout, map_arrays
 from clusterenv.pool.arena import Side
 from clusterenv.pool.layout import Leaf, assemble
 from clusterenv.pool.messages import FragmentResult
@@ -34,10 +34,8 @@ class Part(NamedTuple):
         return slice(self.slots[0], self.slots[-1] + 1)
 
 
-def put_together(
-    parts: list[Part], num_steps: int, space: Any, leaves: tuple[Leaf, ...], receipts: tuple[Receipt, ...], copy: bool
-) -> Rollout:
-    """The parts side by side, in the order given, which is that of their slots."""
+def put_together(parts: list[Part], num_steps: int, space: Any, leaves: tuple[Leaf, ...], copy: bool) -> Rollout:
+    """The parts side by side, in the order given, which is that of their slots; receipts are not written yet."""
     steps = slice(0, num_steps)
     for part in parts:
         if part.result is None:
@@ -98,7 +96,6 @@ def put_together(
         episodes=_episode_table(episodes),
         action_masks=take(lambda side: side.masks) if has_masks else None,
         initial_state=_join_states(parts),
-        receipts=receipts,
         incarnations=np.array([number for part in parts for number in part.incarnations]),
         sequence=np.array([part.sequence for part in parts for _ in part.slots]),
     )

@@ -73,7 +73,7 @@ class Receipt(NamedTuple):
     lag: int
     """Versions between the one that acted and the newest."""
     drift: float | None
-    """Mean divergence of the acting policy from the newest, where the rule measured it."""
+    """Mean divergence of the acting policy from the newest when this was handed over; None: the rule measures none."""
     drift_se: float | None
 
 

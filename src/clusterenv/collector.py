@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from clusterenv.errors import PolicyError, UsageError
 from clusterenv.events import Event, emit
 from clusterenv.policy import as_policy
 from clusterenv.policy.codec import encode
+from clusterenv.policy.drift import sample_every
 from clusterenv.policy.exchange import Exchange
 from clusterenv.policy.families import Uniform
 from clusterenv.policy.named import named
@@ -37,8 +39,6 @@ from clusterenv.tally import Tally
 
 __all__ = ["Collector", "Home"]
 
-_SAMPLE_EVERY = 64
-"""One state in so many is sampled for drift: well under 1 % of a fragment's bytes."""
 _FIRST_STATES = 64
 """So many states that episodes begin with are looked at before there are others."""
 
@@ -95,7 +95,7 @@ class Collector:
             codec = "auto" if envs.is_remote and isinstance(rule, APS) else "fp32"
         self._exchange = Exchange(self._policy, recipe, prepared.family, rule, max(self._pool.node_of) + 1, codec)
         self._is_recurrent = prepared.is_recurrent
-        self._sample_every = _SAMPLE_EVERY
+        self._sample_every: int | None = None  # of its own; for experiments
         self._was_overdue = False
         workers = len(self._pool.slots_of)
         self._tally = Tally(workers)
@@ -177,7 +177,7 @@ class Collector:
             raise UsageError("stream() while a prefetched fragment is under way: take it with rollout() first")
         if self._exchange.publisher.version < 0:
             self.publish()
-        self._set_up_samples()
+        self._set_up_samples(num_steps)
         self._offer_all()
         stream = desk.open_stream(num_steps, queue)
         begin = asked = time.perf_counter()
@@ -251,14 +251,15 @@ class Collector:
         return version
 
     def _start(self, num_steps: int) -> None:
-        self._set_up_samples()
+        self._set_up_samples(num_steps)
         self._offer_all()
         self._pool.desk.on_loss = self._on_loss
         self._pool.desk.start(num_steps, self._policy.knobs())
 
-    def _set_up_samples(self) -> None:
+    def _set_up_samples(self, num_steps: int) -> None:
         desk = self._pool.desk
-        desk.sample_every = self._sample_every if self._exchange.measures_drift else 0
+        every = self._sample_every or sample_every(num_steps * self._pool.num_envs)
+        desk.sample_every = every if self._exchange.measures_drift else 0
         desk.sample_within = REPLAY if self._is_recurrent else None
 
     def _offer_all(self) -> None:
@@ -299,6 +300,9 @@ class Collector:
 
     def _batch(self, parts: list[Part], num_steps: int, copy: bool) -> Rollout:
         """Put fragments together, and take note of what they tell."""
+        space, leaves = self._envs.single_observation_space, self._pool.layout.obs
+        batch = put_together(parts, num_steps, space, leaves, copy)
+        self._note_drift(batch, parts)
         receipts = []
         for part in parts:
             result = part.result
@@ -310,9 +314,7 @@ class Collector:
             receipts.append(Receipt(part.worker, slots, result.version, stand.lag, stand.drift, stand.drift_se))
             self._tally.fragment(part.worker, num_steps * len(slots), result.env_s, result.policy_s)
             self._exchange.holdings[node].fragment_bytes += size_of(part, num_steps)
-        space, leaves = self._envs.single_observation_space, self._pool.layout.obs
-        batch = put_together(parts, num_steps, space, leaves, tuple(receipts), copy)
-        self._note_drift(batch, parts)
+        batch = replace(batch, receipts=tuple(receipts))
         self._tally.batch(batch)
         return batch
 
@@ -328,9 +330,9 @@ class Collector:
         for part in parts:
             if part.result is not None and part.result.samples is not None:
                 samples = part.result.samples
-                entry = (samples.t, samples.columns + first, samples.params)
+                entry = (samples.t, samples.columns.astype(np.int64) + first, samples.params)
                 sampled.setdefault(part.result.version, []).append(entry)
-                sent = samples.params.nbytes + samples.t.size * 4
+                sent = sum(values.nbytes for values in samples)
                 self._exchange.holdings[self._pool.node_of[part.worker]].drift_bytes += sent
             first += len(part.slots)
         for version, entries in sampled.items():
@@ -404,6 +406,8 @@ class Collector:
         """Versions and counters go on; actions come from the random streams of the slots' new incarnations."""
         self._exchange.publisher.resume(state["version"])
         self._attached = self._attached._replace(seed=state["seed"])
+        if self._envs.attached is self:
+            self._envs.attached = None  # what the workers have is of other versions, under the same numbers
         self._tally.counts = dict(state["counts"])
 
     # -- looking ----------------------------------------------------------------------------------------------

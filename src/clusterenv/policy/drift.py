@@ -14,10 +14,19 @@ import numpy as np
 from clusterenv.batch import map_arrays
 from clusterenv.policy.divergence import Divergence
 
-__all__ = ["CAPACITY", "Drift", "DriftTable"]
+__all__ = ["CAPACITY", "Drift", "DriftTable", "sample_every"]
 
 CAPACITY = 512
 """States kept per version."""
+
+
+def sample_every(states: int) -> int:
+    """One in how many states of a rollout is sampled: one in 64, but 64 of all at least, and about 1024 at most.
+
+    >>> sample_every(16 * 8), sample_every(128 * 64), sample_every(1024 * 256)
+    (2, 64, 256)
+    """
+    return max(1, states // 1024, min(64, states // 64))
 
 
 class Drift(NamedTuple):
@@ -81,6 +90,10 @@ class DriftTable:
     def add_begin(self, obs: Any) -> None:
         """States that episodes begin with, [m, ...]: something to measure on before anybody has acted."""
         self._begin = obs
+
+    def clear(self) -> None:
+        """Versions are counted anew: what is known of their numbers is of others."""
+        self._reservoirs, self._known, self._asked_at, self._begin = {}, {}, -1, None
 
     def keep(self, versions: set[int]) -> None:
         """Forget versions that nobody has any more; the newest sampled one stays, for those not sampled yet."""

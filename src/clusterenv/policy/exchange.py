@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from clusterenv.errors import SpecError
 from clusterenv.policy.base import Policy
 from clusterenv.policy.codec import digest
+from clusterenv.policy.drift import Drift
 from clusterenv.policy.families import Family
 from clusterenv.policy.packing import CODECS, Codec, Packed, pack, takes_steps
 from clusterenv.policy.publisher import Publisher
@@ -23,6 +24,19 @@ __all__ = ["Exchange", "Holding", "Pulled"]
 
 
 _NOTHING = Standing(-1, -1, None, None)
+
+
+class _Form(NamedTuple):
+    """How the newest weights travel to a node."""
+
+    name: str
+    packed: Packed | None
+    """None: whole."""
+    left: Drift | None
+    """What is lost by it; None where nobody measured."""
+
+
+_WHOLE = _Form("fp32", None, Drift(0.0, 0.0, 0))
 
 
 class Pulled(NamedTuple):
@@ -41,6 +55,8 @@ class Holding:
     version: int = -1
     weights: bytes = b""
     """What it acts with: near to that version where they travel packed."""
+    left: Drift | None = None
+    """How near; None: not measured."""
     standing: Standing = _NOTHING
     drift_at_pull: float | None = None
     acted: Counter[int] = field(default_factory=Counter)
@@ -87,7 +103,7 @@ class Exchange:
         self.on_decision: Callable[[int, Standing, Decision], None] | None = None
         """Told of every one, with its node: for experiments."""
         self._policy = policy
-        self._packed: dict[str, tuple[str, Packed | None]] = {}  # by what a node has: those that have the same share it
+        self._packed: dict[str, _Form] = {}  # by what a node has: those that have the same share it
         self._packed_for = -1
 
     @property
@@ -110,12 +126,16 @@ class Exchange:
         holding, publisher = self.holdings[node], self.publisher
         if holding.version < 0:
             return Standing(-1, publisher.version, None, None)
-        latest = publisher.snapshot()
-        drift = None
-        if self.measures_drift and latest != holding.version:
-            drift = publisher.drift(holding.version, self._policy.knobs())
-        mean, se = (None, None) if drift is None else (drift.mean, drift.se)
-        return Standing(holding.version, latest, mean, se, max(holding.acted.values(), default=0))
+        mean, se = self._drift_of(holding, holding.version)
+        return Standing(holding.version, publisher.version, mean, se, max(holding.acted.values(), default=0))
+
+    def _drift_of(self, holding: Holding, version: int) -> tuple[float, float] | tuple[None, None]:
+        """Mean and standard error, of a version that this node acts or acted with from the newest."""
+        if self.publisher.snapshot() == version == holding.version:
+            drift = holding.left
+        else:
+            drift = self.publisher.drift(version, self._policy.knobs()) if self.measures_drift else None
+        return (None, None) if drift is None else (drift.mean, drift.se)
 
     def consider(self, node: int, max_lag: int | None = None) -> Decision:
         """Whether the node pulls, now that something is asked of it; more than `max_lag` behind it does in any case."""
@@ -132,22 +152,22 @@ class Exchange:
         """The newest version and its weights, for this node."""
         holding, publisher = self.holdings[node], self.publisher
         version = publisher.snapshot()
-        form, packed = self._pack(holding)
+        name, packed, holding.left = self._pack(holding)
         data = publisher.data if packed is None else packed.data
         holding.version, holding.weights = version, publisher.data if packed is None else packed.weights
         holding.drift_at_pull = holding.standing.drift
-        holding.standing = Standing(version, version, 0.0, 0.0)
+        holding.standing = Standing(version, version, *self._drift_of(holding, version))
         holding.acted.clear()
         holding.pulls += 1
-        holding.forms[form] += 1
+        holding.forms[name] += 1
         holding.weight_bytes += len(data)
         self.publisher.keep({holding.version: holding.weights for holding in self.holdings if holding.version >= 0})
         return Pulled(version, holding.weights, None if packed is None else data)
 
-    def _pack(self, holding: Holding) -> tuple[str, Packed | None]:
+    def _pack(self, holding: Holding) -> _Form:
         """The smallest form of the newest weights that will do for this node."""
         if self.codec == "fp32":
-            return "fp32", None
+            return _WHOLE
         latest = self.publisher.version
         if self._packed_for != latest:
             self._packed_for, self._packed = latest, {}
@@ -156,27 +176,30 @@ class Exchange:
             self._packed[name] = self._smallest(holding)
         return self._packed[name]
 
-    def _smallest(self, holding: Holding) -> tuple[str, Packed | None]:
+    def _smallest(self, holding: Holding) -> _Form:
         base = holding.weights or None
-        forms = CODECS[-2:0:-1] if self.codec == "auto" else (self.codec,)  # the smallest first
-        for form in forms:
-            packed = pack(form, self.publisher.data, base)
-            if packed is not None and (self.codec != "auto" or self._is_near(packed.weights, holding.version)):
-                return form, packed
-        return "fp32", None
-
-    def _is_near(self, weights: bytes, version: int) -> bool:
-        """What is lost in packing is at most a quarter of the drift that the rule puts up with."""
+        if self.codec != "auto":
+            packed = pack(self.codec, self.publisher.data, base)
+            return _WHOLE if packed is None else _Form(self.codec, packed, None)
         rule = self.rule if isinstance(self.rule, APS) else APS()
-        left = self.publisher.distance(weights, version, self._policy.knobs())
-        return left is not None and left.mean + rule.z * left.se <= rule.delta / 4
+        for name in CODECS[-2:0:-1]:  # the smallest first
+            packed = pack(name, self.publisher.data, base)
+            if packed is None:
+                continue
+            left = self.publisher.distance(packed.weights, holding.version, self._policy.knobs())
+            # At most a quarter of the drift that the rule puts up with.
+            if left is not None and left.mean + rule.z * left.se <= rule.delta / 4:
+                return _Form(name, packed, left)
+        return _WHOLE
 
     def delivered(self, node: int, worker: int, version: int) -> Standing:
-        """A fragment acted by `version` is handed to the learner; returns how stale it is."""
+        """A fragment acted by `version` is handed to the learner; returns how stale it is by now.
+
+        Its samples are to be noted before. In a stream the newest is another than when the fragment was asked for.
+        """
         holding = self.holdings[node]
-        latest = self.publisher.version
-        holding.lags[latest - version] += 1
+        standing = Standing(version, self.publisher.snapshot(), *self._drift_of(holding, version))
+        holding.lags[standing.lag] += 1
         if version == holding.version:
             holding.acted[worker] += 1
-        known = holding.standing.version == version
-        return Standing(version, latest, *(holding.standing[2:4] if known else (None, None)))
+        return standing

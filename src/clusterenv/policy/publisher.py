@@ -37,7 +37,7 @@ class Publisher:
         self._is_behind = True  # that is an older one
         self._kept: dict[int, bytes] = {}  # weights of versions in use
         self._probe: Actor | None = None
-        self._loaded = -1  # version that the probe has
+        self._loaded: bytes | None = None  # weights that the probe has; a version's may differ from node to node
         self._table = DriftTable(divergence(family), self._forward_newest, self._forward_of)
 
     # -- versions ---------------------------------------------------------------------------------------------
@@ -69,6 +69,7 @@ class Publisher:
         """Versions of an earlier run go before those of this one."""
         self.version = version
         self._token, self._digest, self._is_behind = None, "", True
+        self._table.clear()
 
     # -- drift ------------------------------------------------------------------------------------------------
 
@@ -88,7 +89,7 @@ class Publisher:
     def distance(self, weights: bytes, version: int, knobs: dict[str, Any]) -> Drift | None:
         """Of these weights from the newest, over states that `version` visited; None where none is known."""
         self.snapshot()
-        return self._table.distance(version, lambda rows: self._run(-2, weights, rows), knobs)
+        return self._table.distance(version, lambda rows: self._run(weights, rows), knobs)
 
     def keep(self, held: dict[int, bytes]) -> None:
         """Which versions nodes have, and their weights; others are forgotten."""
@@ -96,18 +97,18 @@ class Publisher:
         self._table.keep(set(held))
 
     def _forward_newest(self, rows: Any) -> Any:
-        return self._run(self.version, self.data, rows)
+        return self._run(self.data, rows)
 
     def _forward_of(self, version: int, rows: Any) -> Any:
-        return self._run(version, self._kept[version], rows)
+        return self._run(self._kept[version], rows)
 
-    def _run(self, version: int, data: bytes, rows: Any) -> Any:
+    def _run(self, data: bytes, rows: Any) -> Any:
         if self._probe is None:
             self._probe = pickle.loads(self._recipe).build()  # a copy of its own: the learner's module is not touched
         actor: Actor = self._probe
-        if self._loaded != version or version < 0:
+        if self._loaded is not data:
             actor.load(codec.decode(data))
-            self._loaded = version
+            self._loaded = data
         params = _replay(actor, rows) if "state" in rows else _forward(actor, rows["obs"])
         return mask_logits(params, rows["mask"]) if "mask" in rows else params
 

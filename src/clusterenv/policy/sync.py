@@ -44,7 +44,7 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class Always:
-    """Pull whenever there is something newer: the data is never stale."""
+    """Pull whenever there is something newer. In a stream, a newer one may be there before the fragment is."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class APS:
 
     Args:
         threshold: mean KL per state (or its kin, see `divergence`) above which a node pulls; 0.01 unless told. Plain
-            PPO, whose clip is centred on what acted, cannot move farther than about clip² / 2 from it: stay below half
-            of that, or learn with `behaviour_weights`.
+            PPO, whose clip is centred on what acted, cannot move farther than about clip² / 2 from it: take at most
+            half of that (0.01 for a clip of 0.2, 0.0025 for 0.1), or learn with `behaviour_weights`.
         ess: say instead which share of effective samples is to remain, e.g. 0.98; threshold = -ln(ess) / 2.
         max_lag: pull in any case when so many versions behind.
         max_fragments: pull in any case when a worker has acted so many fragments with one version: what holds the

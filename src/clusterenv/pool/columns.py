@@ -139,6 +139,7 @@ class Picked:
         if request.sample_every:
             within = min(request.num_steps, request.sample_within or request.num_steps)
             states = streams.pick(slots, request.incarnations, within, request.sample_every)
+        self._types = [np.min_scalar_type(limit) for limit in (request.num_steps, len(slots))]  # bytes, where they do
         self._columns_at: dict[int, list[int]] = {}
         for t, k in states:
             self._columns_at.setdefault(t, []).append(k)
@@ -154,8 +155,9 @@ class Picked:
         if not self._params:
             return None
         taken = list(self._columns_at.items())[: len(self._params)]
-        t = np.array([at for at, columns in taken for _ in columns])
-        return DriftSamples(t, np.array([k for _, columns in taken for k in columns]), np.concatenate(self._params))
+        t = np.array([at for at, columns in taken for _ in columns], self._types[0])
+        k = np.array([k for _, columns in taken for k in columns], self._types[1])
+        return DriftSamples(t, k, np.concatenate(self._params))
 
 
 def pack_finals(finals: list[tuple[int, int, Any]], space: Any, leaves: tuple[Leaf, ...]) -> Finals:
