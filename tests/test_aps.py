@@ -137,7 +137,21 @@ def test_receipts_say_how_stale_the_data_is():
         assert any("max_lag=3" in reason for reason in pulls(envs))
 
 
-@pytest.mark.parametrize("rule", [ce.Always(), ce.APS(threshold=9.0)], ids=repr)
+def test_a_threshold_of_zero_pulls_every_time_and_tells_how_far_one_update_goes():
+    module = net()
+    generator = torch.Generator().manual_seed(2)
+    with ce.ClusterEnv("LunarLander-v3", 8, backend=Virtual(2)) as envs:
+        collector = envs.collector(ce.TorchPolicy(module, dist="categorical"), seed=1, sync=ce.APS(threshold=0))
+        kappas = []
+        for size in (0.01, 0.02, 0.04, 0.04):
+            collector.rollout(16)
+            nudge(module, size, generator)
+            kappas.append(collector.stats()["drift_at_pull"])
+        assert collector.stats()["pulls"] == 2 * 4
+    assert kappas[0] is None and 0 < kappas[1] < kappas[2] < kappas[3]
+
+
+@pytest.mark.parametrize("rule", [ce.Always(), ce.APS(threshold=9.0)], ids=lambda rule: type(rule).__name__)
 def test_in_a_stream_a_receipt_speaks_of_the_newest_at_delivery(rule):
     """The learner has published since the fragment was asked for: the weights were the newest then, and are not now."""
     module = net()
