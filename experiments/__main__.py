@@ -36,6 +36,8 @@ def main() -> int:
     parser.add_argument("--until", type=float, help="begin nothing that is likely to end after so many seconds")
     parser.add_argument("--data", type=Path, default=DATA / "runs.jsonl")
     args = parser.parse_args()
+    if args.steps != 1.0 and args.data == DATA / "runs.jsonl":
+        parser.error("--steps: shortened runs are no evidence; give --data FILE too")
     args.data.parent.mkdir(parents=True, exist_ok=True)
     jobs = list(dict.fromkeys(job for name in args.table for job in TABLES[name]))
     jobs = [job for job in jobs if args.only in f"{job.arm.task} {job.arm.name}" and job.seed <= (args.seeds or 1000)]

@@ -95,7 +95,10 @@ def _pareto(runs: Runs, tasks: list[str]) -> Any:
             beside = (3, 3 if i % 2 else -8)
             axis.annotate(arm, (x, value), fontsize=6, xytext=beside, textcoords="offset points")
         axis.set(
-            title=task, xscale="log", xlabel="MB from head to nodes, everything counted", ylabel="area under the curve"
+            title=task,
+            xscale="log",
+            xlabel="MB from head to nodes",
+            ylabel="area under the curve",
         )
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.margins(x=0.15)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -58,19 +59,32 @@ class Runs:
 def score(record: dict[str, Any], of: Literal["area", "late"] = "area") -> float:
     """0 for a random policy, 1 for one that has solved the task; the limits stand in arms.py.
 
-    "area" is the mean return over the whole run, by steps; "late" that of the episodes in its last tenth.
+    "area" is the mean return over the whole run, by steps; "late" that of the episodes in its last tenth. Parts of the
+    run in which no episode ended lie on the line between their neighbours.
     """
     task = TASKS[record["task"]]
     if of == "late":
         value = record["late_return"]
     else:
-        value = np.mean([part for part in record["curve"] if part is not None])
+        curve = np.array(record["curve"], dtype=np.float64)
+        known = np.flatnonzero(~np.isnan(curve))
+        value = np.interp(np.arange(len(curve)), known, curve[known]).mean()
     return float((value - task.worst) / (task.best - task.worst))
 
 
-def fewer(record: dict[str, Any]) -> float:
-    """Bytes of pushing every version whole to every node, over all bytes that really went from head to nodes."""
-    return float(record["versions"] * record["nodes"] * record["policy_bytes"] / record["sent_bytes"])
+def fewer(record: dict[str, Any], beside: Sequence[str] = ()) -> float:
+    """Bytes of pushing every version whole to every node, over all bytes that really went from head to nodes.
+
+    Args:
+        beside: what else is counted: "drift_bytes", the samples that APS and "auto" need (other rules are watched by
+            them here, and could do without); "fragment_bytes", which come back in any case.
+    """
+    pushed, sent = record["versions"] * record["nodes"] * record["policy_bytes"], record["sent_bytes"]
+    if "drift_bytes" in beside and (record["rule"].startswith("APS") or record["codec"] == "auto"):
+        sent += record["drift_bytes"]
+    if "fragment_bytes" in beside:
+        pushed, sent = pushed + record["fragment_bytes"], sent + record["fragment_bytes"]
+    return float(pushed / sent)
 
 
 def fewer_pulls(record: dict[str, Any]) -> float:

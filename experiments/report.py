@@ -9,6 +9,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,14 @@ import numpy as np
 
 from experiments import plots
 from experiments.__main__ import DATA
-from experiments.arms import HALF, MAIN
+from experiments.arms import HALF, MAIN, PACKED
 from experiments.records import Records, Runs, fewer, fewer_pulls, read, score
-from experiments.stats import MARGIN, Interval, difference, iqm_interval, pass_rate, probability_of_improvement
+from experiments.stats import MARGIN, Interval, difference, iqm, iqm_interval, pass_rate, probability_of_improvement
 
+FEW = 10
+"""With fewer seeds than this a resampled interval of 95 % covers visibly less: none is shown, and no verdict."""
+BESIDE: tuple[tuple[str, ...], ...] = ((), ("drift_bytes",), ("drift_bytes", "fragment_bytes"))
+"""What is counted beside the bytes from head to nodes."""
 DOCS = Path(__file__).parent.parent / "docs"
 
 
@@ -33,7 +38,7 @@ def power_table(runs: Runs) -> str:
         scores = [score(record) for record in runs.of(task, "Always")]
         rates = [f"{pass_rate(scores, n):.0%}" for n in sizes]
         lines.append([task, str(len(scores)), f"{np.std(scores, ddof=1):.3f}", *rates])
-    return table(["task", "pilot seeds", "deviation of a score", *(f"{n} seeds" for n in sizes)], lines)
+    return table(["task", "runs of Always", "deviation of a score", *(f"{n} seeds" for n in sizes)], lines)
 
 
 def main_table(runs: Runs) -> str:
@@ -46,22 +51,38 @@ def main_table(runs: Runs) -> str:
         "non-inferior",
         "updates per pull",
         "bytes fewer by",
+        "with samples",
+        "all traffic",
     ]
     lines = []
     for task in _compared(runs):
-        for arm in (*MAIN, *HALF):
+        for arm in (MAIN[0], PACKED, *MAIN[1:], *HALF):
             mine, base = runs.pairs(task, arm, "Always")
             if len(mine) < 3:
                 continue
             scores = [score(record) for record in mine]
-            cells = [task if arm == MAIN[0] else "", arm, str(len(mine)), _shown(iqm_interval(scores))]
+            cells = [task if arm == MAIN[0] else "", arm, str(len(mine)), _shown(_spread(scores))]
             if arm == "Always":
                 cells += ["", ""]
             else:
                 delta = difference(scores, [score(record) for record in base])
-                cells += [_shown(delta, sign=True), "yes" if delta.low > -MARGIN else "**not shown**"]
-            cells += [_mean(mine, fewer_pulls), _mean(mine, fewer)]
+                verdict = "yes" if delta.low > -MARGIN else "**not shown**"
+                cells += [_change(delta, len(mine)), verdict if len(mine) >= FEW else "too few seeds"]
+            cells += [_mean(mine, fewer_pulls), *(_mean(mine, partial(fewer, beside=beside)) for beside in BESIDE)]
             lines.append(cells)
+    return table(titles, lines)
+
+
+def factors_table(runs: Runs) -> str:
+    """How many times fewer bytes than by pushing every version whole, step by step."""
+    lines = []
+    for task in _compared(runs):
+        arms = [runs.of(task, arm) for arm in ("Always", PACKED, "APS(0.02)", "APS(0.02) auto")]
+        means = [np.mean([fewer(record) for record in records]) if records else None for records in arms]
+        cells = [task, *("" if mean is None else f"{mean:,.1f}" for mean in means)]
+        cells.append("" if means[1] is None or means[3] is None else f"{means[3] / means[1]:.1f}")
+        lines.append(cells)
+    titles = ["task", "Always", "Always, packed", "APS(0.02)", "APS(0.02), packed", "the rule's part, packed"]
     return table(titles, lines)
 
 
@@ -110,8 +131,8 @@ def grid_table(runs: Runs) -> str:
                 continue
             ess = [record["ess"]["10"] for record in mine if record["ess"]]
             at_pull = [record["drift_at_pull"]["50"] for record in mine if record["drift_at_pull"]]
-            cells = [task, arm, str(len(mine)), _shown(iqm_interval([score(record) for record in mine]))]
-            cells += [_shown(iqm_interval([score(record, "late") for record in mine]))]
+            cells = [task, arm, str(len(mine)), _shown(_spread([score(record) for record in mine]))]
+            cells += [_shown(_spread([score(record, "late") for record in mine]))]
             cells += [_mean(mine, fewer_pulls), _mean(mine, fewer), f"{np.mean(at_pull):.2g}" if at_pull else ""]
             cells.append(f"{np.mean(ess):.3f}" if ess else "")
             lines.append(cells)
@@ -129,8 +150,8 @@ def ablation_table(runs: Runs) -> str:
                 continue
             scores, others = ([score(record) for record in side] for side in (mine, other))
             late = [score(record, "late") for record in mine]
-            cells = [task, arm, str(len(mine)), _shown(iqm_interval(scores)), base]
-            cells += [_shown(difference(scores, others), sign=True), _shown(iqm_interval(late))]
+            cells = [task, arm, str(len(mine)), _shown(_spread(scores)), base]
+            cells += [_change(difference(scores, others), len(mine)), _shown(_spread(late))]
             cells += [_mean(mine, lambda r: r["pulls"]), f"{np.mean([r['sent_bytes'] for r in mine]) / 1e6:.2f}"]
             lines.append(cells)
     return table(titles, lines)
@@ -142,6 +163,7 @@ def kappa_table(runs: Runs) -> str:
         "kappa: 10 %",
         "median",
         "90 %",
+        "between two requests",
         "updates",
         "policy, bytes",
         "a pull, packed",
@@ -151,7 +173,9 @@ def kappa_table(runs: Runs) -> str:
     for task in _compared(runs):
         always = runs.of(task, "Always")
         kappas = [f"{np.mean([record['kappa'][q] for record in always]):.2g}" for q in ("10", "50", "90")]
-        cells = [task, *kappas, _mean(always, lambda r: r["versions"]), str(always[0]["policy_bytes"])]
+        between = np.mean([record["drift_at_pull"]["50"] for record in always])
+        updates = _mean(always, lambda r: r["versions"] - 1)
+        cells = [task, *kappas, f"{between:.2g}", updates, str(always[0]["policy_bytes"])]
         packed = runs.of(task, "APS(0.02) auto")
         a_pull = [r["weight_bytes"] / r["pulls"] for r in packed]
         an_update = [r["sent_bytes"] / r["versions"] / r["nodes"] for r in packed]
@@ -189,6 +213,23 @@ def paper_table(runs: Runs) -> str:
     return table(titles, lines)
 
 
+def wallclock_table(lines: Records) -> str:
+    """Medians over the rounds: an update's seconds, how many times faster than by the first rule, kB to a node."""
+    rules = list(dict.fromkeys(line["rule"] for line in lines))
+    by = {(line["link"], line["round"], line["rule"]): line for line in lines}
+    rows = []
+    for link in sorted({line["link"] for line in lines}, reverse=True):
+        rounds = sorted({line["round"] for line in lines if line["link"] == link})
+        cells = [f"{link * 8 / 1e6:g} Mbit/s"]
+        for rule in rules:
+            mine, base = ([by[link, number, name] for number in rounds] for name in (rule, rules[0]))
+            seconds = np.median([line["mean_s"] for line in mine])
+            gain = np.median([b["mean_s"] / a["mean_s"] for a, b in zip(mine, base, strict=True)])
+            cells.append(f"{seconds:.2f} s ({gain:.1f}x), {np.median([line['kB_per_update'] for line in mine]):.0f} kB")
+        rows.append(cells)
+    return table(["link of a node", *rules], rows)
+
+
 def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     rows = [titles, ["---"] * len(titles), *lines]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -196,6 +237,17 @@ def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def _compared(runs: Runs) -> list[str]:
     return [task for task in runs.tasks if task not in plots.PAPER]
+
+
+def _spread(scores: Sequence[float]) -> Interval:
+    """IQM and its interval; of few seeds their range, as resampling them would tell too little."""
+    if len(scores) >= FEW:
+        return iqm_interval(scores)
+    return Interval(float(iqm(scores)), min(scores), max(scores))
+
+
+def _change(delta: Interval, seeds: int) -> str:
+    return _shown(delta, sign=True) if seeds >= FEW else f"{delta.value:+.3f}"
 
 
 def _shown(interval: Interval, sign: bool = False) -> str:
@@ -213,12 +265,14 @@ def _mean(records: Records, of: Callable[[dict[str, Any]], float]) -> str:
 BLOCKS: dict[str, Callable[[Runs], str]] = {
     "power": power_table,
     "main": main_table,
+    "factors": factors_table,
     "timing": timing_table,
     "grid": grid_table,
     "ablations": ablation_table,
     "kappa": kappa_table,
     "cost": cost_table,
     "paper": paper_table,
+    "wallclock": lambda _: wallclock_table(read(DATA / "wallclock.jsonl")),
 }
 
 

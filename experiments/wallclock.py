@@ -27,8 +27,8 @@ from netns import Network  # type: ignore[import-not-found]
 NODES, NUM_ENVS = 2, 64
 HIDDEN = 512
 """The actor has 270,000 parameters then: 1.1 MB as fp32."""
-LINKS = (12.5e6, 1.25e6, 0.125e6)
-"""Bytes a second in each direction: 100, 10 and 1 Mbit/s."""
+LINKS = (12.5e6, 1.25e6, 0.25e6)
+"""Bytes a second in each direction: 100, 10 and 2 Mbit/s."""
 RULES: dict[str, dict[str, Any]] = {
     "Always fp32": {"sync": ce.Always(), "codec": "fp32"},
     "Always auto": {"sync": ce.Always(), "codec": "auto"},
@@ -43,7 +43,7 @@ def measure(link: float, rule: str, updates: int) -> dict[str, Any]:
     with Network(NODES) as net:
         for node in net.nodes:
             node.limit(link)
-        with ce.ClusterEnv("LunarLander-v3", NUM_ENVS, backend=Namespaces(net)) as cluster:
+        with ce.ClusterEnv("LunarLander-v3", NUM_ENVS, backend=Namespaces(net, heartbeat=(1.0, 10.0, 60.0))) as cluster:
             spaces = cluster.single_observation_space, cluster.single_action_space
             learner = PPO(*spaces, 600_000, hidden=HIDDEN, epochs=4, minibatch=512, entropy=0.01)
             collector = cluster.collector(learner.policy, seed=1, **RULES[rule])
