@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments.arms import TASKS
 from experiments.records import Runs, score
-from experiments.stats import iqm_interval
+from experiments.stats import spread
 
 __all__ = ["PAPER", "draw"]
 
@@ -88,7 +88,7 @@ def _pareto(runs: Runs, tasks: list[str]) -> Any:
         }
         for i, (arm, x) in enumerate(sorted(sizes.items(), key=lambda item: item[1])):
             records = shown[arm]
-            value, low, high = iqm_interval([score(record, "area") for record in records])
+            value, low, high = spread([score(record, "area") for record in records])
             color = "tab:orange" if " " in arm else "tab:blue" if arm.startswith("APS") else "gray"
             mark = _MARKS[arm.partition("(")[0].split(" ")[0]]
             axis.errorbar(x, value, [[value - low], [high - value]], marker=mark, color=color, capsize=2, lw=0.8)

@@ -21,10 +21,10 @@ Records = list[dict[str, Any]]
 def read(path: Path) -> Records:
     """The lines of a file, but those of a task that has other settings by now."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return [record for line in lines if is_current(record := json.loads(line))]
+    return [record for line in lines if _is_current(record := json.loads(line))]
 
 
-def is_current(record: dict[str, Any]) -> bool:
+def _is_current(record: dict[str, Any]) -> bool:
     """Lines of the time before settings were written down were removed by hand where they had changed."""
     return "setting" not in record or record["setting"] == asdict(TASKS[record["task"]])
 

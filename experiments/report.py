@@ -19,10 +19,8 @@ from experiments import plots
 from experiments.__main__ import DATA
 from experiments.arms import HALF, MAIN, PACKED
 from experiments.records import Records, Runs, fewer, fewer_pulls, read, score
-from experiments.stats import MARGIN, Interval, difference, iqm, iqm_interval, pass_rate, probability_of_improvement
+from experiments.stats import FEW, MARGIN, Interval, difference, pass_rate, probability_of_improvement, spread
 
-FEW = 10
-"""With fewer seeds than this a resampled interval of 95 % covers visibly less: none is shown, and no verdict."""
 BESIDE: tuple[tuple[str, ...], ...] = ((), ("drift_bytes",), ("drift_bytes", "fragment_bytes"))
 """What is counted beside the bytes from head to nodes."""
 DOCS = Path(__file__).parent.parent / "docs"
@@ -61,7 +59,7 @@ def main_table(runs: Runs) -> str:
             if len(mine) < 3:
                 continue
             scores = [score(record) for record in mine]
-            cells = [task if arm == MAIN[0] else "", arm, str(len(mine)), _shown(_spread(scores))]
+            cells = [task if arm == MAIN[0] else "", arm, str(len(mine)), _shown(spread(scores))]
             if arm == "Always":
                 cells += ["", ""]
             else:
@@ -105,7 +103,8 @@ def timing_table(runs: Runs) -> str:
             cells = [task, delta, str(len(aps))]
             for of in ("area", "late"):
                 ours, theirs = ([score(record, of) for record in side] for side in (aps, shuffled))
-                cells.append(_shown(probability_of_improvement(ours, theirs)))
+                chance = probability_of_improvement(ours, theirs)
+                cells.append(_shown(chance) if len(aps) >= FEW else f"{chance.value:.3f}")
             cells += [f"{np.mean([r['drift']['90'] for r in side]):.2g}" for side in (aps, shuffled)]
             lines.append(cells)
     return table(titles, lines)
@@ -131,8 +130,8 @@ def grid_table(runs: Runs) -> str:
                 continue
             ess = [record["ess"]["10"] for record in mine if record["ess"]]
             at_pull = [record["drift_at_pull"]["50"] for record in mine if record["drift_at_pull"]]
-            cells = [task, arm, str(len(mine)), _shown(_spread([score(record) for record in mine]))]
-            cells += [_shown(_spread([score(record, "late") for record in mine]))]
+            cells = [task, arm, str(len(mine)), _shown(spread([score(record) for record in mine]))]
+            cells += [_shown(spread([score(record, "late") for record in mine]))]
             cells += [_mean(mine, fewer_pulls), _mean(mine, fewer), f"{np.mean(at_pull):.2g}" if at_pull else ""]
             cells.append(f"{np.mean(ess):.3f}" if ess else "")
             lines.append(cells)
@@ -150,8 +149,8 @@ def ablation_table(runs: Runs) -> str:
                 continue
             scores, others = ([score(record) for record in side] for side in (mine, other))
             late = [score(record, "late") for record in mine]
-            cells = [task, arm, str(len(mine)), _shown(_spread(scores)), base]
-            cells += [_change(difference(scores, others), len(mine)), _shown(_spread(late))]
+            cells = [task, arm, str(len(mine)), _shown(spread(scores)), base]
+            cells += [_change(difference(scores, others), len(mine)), _shown(spread(late))]
             cells += [_mean(mine, lambda r: r["pulls"]), f"{np.mean([r['sent_bytes'] for r in mine]) / 1e6:.2f}"]
             lines.append(cells)
     return table(titles, lines)
@@ -237,13 +236,6 @@ def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def _compared(runs: Runs) -> list[str]:
     return [task for task in runs.tasks if task not in plots.PAPER]
-
-
-def _spread(scores: Sequence[float]) -> Interval:
-    """IQM and its interval; of few seeds their range, as resampling them would tell too little."""
-    if len(scores) >= FEW:
-        return iqm_interval(scores)
-    return Interval(float(iqm(scores)), min(scores), max(scores))
 
 
 def _change(delta: Interval, seeds: int) -> str:

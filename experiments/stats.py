@@ -7,10 +7,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["MARGIN", "Interval", "difference", "iqm", "iqm_interval", "pass_rate", "probability_of_improvement"]
+__all__ = [
+    "FEW",
+    "MARGIN",
+    "Interval",
+    "difference",
+    "iqm",
+    "iqm_interval",
+    "pass_rate",
+    "probability_of_improvement",
+    "spread",
+]
 
 MARGIN = 0.05
 """Non-inferior: the lower end of the 95 % interval of the difference of IQMs is above minus this. Stated beforehand."""
+
+FEW = 10
+"""With fewer seeds than this a resampled interval of 95 % covers visibly less: none is shown, and no verdict."""
 
 _RESAMPLES = 4000
 
@@ -42,6 +55,18 @@ def iqm_interval(scores: ArrayLike, seed: int = 0) -> Interval:
     return _interval(iqm(array), iqm(array[picks]))
 
 
+def spread(scores: ArrayLike) -> Interval:
+    """IQM and its interval; of few seeds their range, as resampling them would tell too little.
+
+    >>> spread([0.0, 3.0, 9.0])
+    Interval(value=3.5, low=0.0, high=9.0)
+    """
+    array = np.asarray(scores, dtype=np.float64)
+    if len(array) >= FEW:
+        return iqm_interval(array)
+    return Interval(float(iqm(array)), float(array.min()), float(array.max()))
+
+
 def difference(arm: ArrayLike, base: ArrayLike, seed: int = 0, resamples: int = _RESAMPLES) -> Interval:
     """Of the IQMs, arm minus base; row i of both has the same seed, and seeds are resampled together."""
     a, b = np.asarray(arm), np.asarray(base)
@@ -66,7 +91,7 @@ def probability_of_improvement(arm: ArrayLike, base: ArrayLike, seed: int = 0) -
 def pass_rate(scores: ArrayLike, seeds: int, trials: int = 200) -> float:
     """How often an arm that is no different passes the test of non-inferiority with so many seeds: its power.
 
-    Both arms are drawn from these scores of a pilot.
+    Both arms are drawn from these scores.
     """
     rng = np.random.default_rng(seeds)
     array, passed = np.asarray(scores), 0
