@@ -195,6 +195,20 @@ def test_packed_weights_leave_a_drift_that_the_receipt_tells():
         assert collector.rollout(16).receipts[0][3:] == (0, None, None), "nobody measured it"
 
 
+def test_weights_that_a_node_has_are_not_taken_for_the_exact_ones_of_their_version():
+    module = net()
+    with ce.ClusterEnv("LunarLander-v3", 8, backend=Virtual(1)) as envs:
+        policy = ce.TorchPolicy(module, dist="categorical")
+        collector = envs.collector(policy, seed=1, sync=ce.APS())
+        rows = {"obs": collector.rollout(4).obs[0]}
+        publisher = collector._exchange.publisher
+        exact = publisher._forward_newest(rows)
+        near = {name: values * np.float32(0.5) for name, values in policy.weights().items()}
+        publisher.keep({publisher.version: codec.encode(near)})
+        assert not np.allclose(publisher._forward_of(publisher.version, rows), exact)
+        assert np.array_equal(publisher._forward_newest(rows), exact)
+
+
 def test_a_state_of_earlier_versions_can_be_loaded_in_the_middle_of_a_run():
     module = net()
     generator = torch.Generator().manual_seed(2)
@@ -205,6 +219,11 @@ def test_a_state_of_earlier_versions_can_be_loaded_in_the_middle_of_a_run():
         for _ in range(6):
             nudge(module, 0.5, generator)
             collector.rollout(16)
+        with pytest.raises(ce.DeadlineError):
+            collector.rollout(16, timeout_s=0)
+        with pytest.raises(ce.UsageError, match="a fragment is under way"):
+            collector.load_state_dict(state)
+        collector.rollout(16)
         collector.load_state_dict(state)
         module.load_state_dict(weights)
         batch = collector.rollout(16)

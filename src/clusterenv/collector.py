@@ -258,9 +258,10 @@ class Collector:
 
     def _set_up_samples(self, num_steps: int) -> None:
         desk = self._pool.desk
-        every = self._sample_every or sample_every(num_steps * self._pool.num_envs)
-        desk.sample_every = every if self._exchange.measures_drift else 0
         desk.sample_within = REPLAY if self._is_recurrent else None
+        steps = min(num_steps, desk.sample_within or num_steps)
+        every = self._sample_every or sample_every(steps * self._pool.num_envs)
+        desk.sample_every = every if self._exchange.measures_drift else 0
 
     def _offer_all(self) -> None:
         for node in range(len(self._exchange.holdings)):
@@ -404,6 +405,11 @@ class Collector:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Versions and counters go on; actions come from the random streams of the slots' new incarnations."""
+        if self._envs.attached is self and self._pool.desk.is_under_way:
+            raise UsageError(
+                "load_state_dict() while a fragment is under way (prefetch, or a call that timed out): "
+                "take it with rollout(), or reset() first"
+            )
         self._exchange.publisher.resume(state["version"])
         self._attached = self._attached._replace(seed=state["seed"])
         if self._envs.attached is self:

@@ -21,7 +21,7 @@ CAPACITY = 512
 
 
 def sample_every(states: int) -> int:
-    """One in how many states of a rollout is sampled: one in 64, but 64 of all at least, and about 1024 at most.
+    """One in how many states of a rollout is sampled: one in 64, but about 64 of all at least, 1024 at most.
 
     >>> sample_every(16 * 8), sample_every(128 * 64), sample_every(1024 * 256)
     (2, 64, 256)

@@ -139,7 +139,7 @@ class Picked:
         if request.sample_every:
             within = min(request.num_steps, request.sample_within or request.num_steps)
             states = streams.pick(slots, request.incarnations, within, request.sample_every)
-        self._types = [np.min_scalar_type(limit) for limit in (request.num_steps, len(slots))]  # bytes, where they do
+        self._types = [np.min_scalar_type(limit) for limit in (request.num_steps, len(slots))]  # small: they travel
         self._columns_at: dict[int, list[int]] = {}
         for t, k in states:
             self._columns_at.setdefault(t, []).append(k)
