@@ -10,36 +10,37 @@ import fcntl
 import ipaddress
 import logging
 import os
-import secrets
-import shutil
 import socket
 import struct
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.backends.folder import RunFolder
 from clusterenv.backends.keeper import Keeper
-from clusterenv.backends.leftovers import note_head
 from clusterenv.backends.local import split
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError, StartError
-from clusterenv.events import EventLog, emit
+from clusterenv.events import Event, EventLog, emit
 from clusterenv.head.crew import RemoteCrew
 from clusterenv.head.head import Head, Timing
 from clusterenv.pool import Pool
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
-from clusterenv.transport.keys import Joining, make_keys, private_folder, write_joining
+from clusterenv.transport.keys import make_keys
 
 __all__ = ["Jobs", "Plan", "address_of", "start"]
 
 _SIOCGIFADDR = 0x8915
+
+_CLEAN_UP_S = 8.0
+"""What may be spent on ending the jobs of a run that could not be started."""
 
 _OTHERS_S = 5.0
 """How long the last of `min_nodes` nodes waits for others before the run begins without them."""
@@ -57,10 +58,15 @@ class Plan:
     allow_pickle: bool
     nodes: int
     """So many are wanted at first, of those that have a key file."""
+    closing: threading.Event
+    """Set when the run is over: a question to the scheduler that is under way need not be answered."""
+    digests: tuple[str, ...] = ()
+    """SHA-256 of each key file, where its owner says nothing."""
 
     def command(self, node: int) -> list[str]:
         """Starts the agent of this node on a machine that sees the same files."""
-        return [sys.executable, "-m", "clusterenv", "node", "--join", str(self.files[node]), *self.options]
+        digest = ["--key-sha256", self.digests[node]] if self.digests else []
+        return [sys.executable, "-m", "clusterenv", "node", "--join", str(self.files[node]), *digest, *self.options]
 
     @property
     def options(self) -> list[str]:
@@ -68,10 +74,15 @@ class Plan:
 
 
 class Jobs(Protocol):
-    """The node agents of one run; those wanted at first are started when it is made.
+    """The node agents of one run, as its scheduler has them.
 
-    `Keeper`'s thread calls it, but for `state` and `log_tail`: meanwhile, whoever awaits the nodes does.
+    Nothing is started when it is made. `Keeper`'s thread alone calls it, but for `state`, `log_tail` and `describe`.
     """
+
+    @property
+    def note(self) -> Mapping[str, Any]:
+        """What `clusterenv gc` needs to end these: {"slurm": {...}}; empty where nothing outlives the nodes."""
+        ...
 
     def look(self) -> dict[int, str]:
         """Ask the scheduler: nodes whose agent is known to be over, and why. May be slow, may raise."""
@@ -97,8 +108,15 @@ class Jobs(Protocol):
         """The last words of a node, or where they are."""
         ...
 
-    def stop(self) -> None:
-        """Nothing may be left. Bounded; called once, when nothing else will be."""
+    def describe(self) -> str:
+        """What was started, in the scheduler's own names; may be empty."""
+        ...
+
+    def stop(self, deadline: float) -> None:
+        """End everything by `deadline` (of the monotonic clock). Raises where something may be left.
+
+        Called once, when nothing else will be.
+        """
         ...
 
 
@@ -120,19 +138,25 @@ def start(
             f"{most} nodes with {each} workers each are {workers} workers for {blueprint.num_envs} environments: "
             f"ask for fewer"
         )
-    run = secrets.token_hex(4)
-    # A folder of the run's own, also below one that the user names: it is removed at the end.
-    folder = private_folder(Path(remote.folder or tempfile.gettempdir()).expanduser() / f"clusterenv-{run}")
-    note_head(folder, run)
-    keys, node_keys = make_keys(), [make_keys() for _ in range(most)]
-    keeper = Keeper()
+    timing = Timing(*remote.heartbeat, remote.move_after_s)
+    folder = RunFolder(remote.folder, timing.lease_s, remote.owner_squashed)
+    keeper = Keeper(events)
+    jobs: Jobs | None = None
+
+    def stop(deadline: float) -> None:
+        left = keeper.stop(deadline)
+        folder.end(left)
+        if left:
+            events.add(Event("jobs_left", _left_behind(folder, left, jobs, timing.lease_s)))
+
     try:
+        keys, node_keys = make_keys(), [make_keys() for _ in range(most)]
         head = Head(
             keys,
             [pair.public for pair in node_keys],
             bind,
             remote.port,
-            Timing(*remote.heartbeat, remote.move_after_s),
+            timing,
             events,
             keeper,
             cores=1 if remote.oversubscribe else each,
@@ -140,19 +164,28 @@ def start(
             invited=nodes,
         )
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.end("")
         raise
-
-    def stop() -> None:
-        keeper.stop()
-        shutil.rmtree(folder, ignore_errors=True)
-
     try:
-        files = tuple(folder / f"node-{i}.key" for i in range(most))
-        for i, (path, pair) in enumerate(zip(files, node_keys, strict=True)):
-            write_joining(path, Joining(run, i, head.address, keys.public, pair.public, pair.secret))
-        jobs = launch(Plan(run, folder, files, head.timing.lease_s, remote.allow_pickle, nodes))
-        keeper.keep(jobs)
+        folder.write_keys(head.address, keys.public, node_keys)
+        with folder.writing():
+            digests = folder.digests if remote.owner_squashed else ()
+            jobs = launch(
+                Plan(
+                    folder.run,
+                    folder.path,
+                    folder.files,
+                    timing.lease_s,
+                    remote.allow_pickle,
+                    nodes,
+                    keeper.closing,
+                    digests,
+                )
+            )
+            folder.note.add_jobs(jobs.note)
+            keeper.keep(jobs, nodes)
+        if described := jobs.describe():
+            emit(logging.INFO, described)
         _await(head, keeper, jobs, remote, nodes, blueprint.num_envs)
         head.share_out()
         slots_of = split(blueprint.num_envs, workers)
@@ -172,8 +205,17 @@ def start(
         return Pool(crew, slots_of, mode, recovery, is_vector=blueprint.is_vector, events=events, node_of=seat_of)
     except BaseException:
         head.close()
-        stop()
+        stop(time.monotonic() + _CLEAN_UP_S)
         raise
+
+
+def _left_behind(folder: RunFolder, left: str, jobs: Jobs | None, lease_s: float) -> str:
+    described = jobs.describe() if jobs is not None else ""
+    return (
+        f"run {folder.run} is closed, but not all of it could be removed: {left}. It had: "
+        f"{described or 'node agents'}. Nodes that are running end by themselves within {lease_s:g} s; "
+        f"`clusterenv gc --folder {folder.path.parent}` removes the rest"
+    )
 
 
 def _await(head: Head, keeper: Keeper, jobs: Jobs, remote: Remote, nodes: int, num_envs: int) -> None:

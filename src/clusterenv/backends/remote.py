@@ -27,6 +27,9 @@ class Remote:
         workers_per_node: environment processes on each machine.
         port: of the head; 0 for any that is free.
         folder: where to make the run's own folder (mode 0700) of key files, one per node; it is removed at the end.
+        owner_squashed: the file system of `folder` shows another owner than you for files that you make (NFS with
+            root_squash or all_squash, owners that are mapped): accept it, and have nodes check the content of their key
+            file instead. Whoever that file system takes for the same owner can read the keys (docs/security.md).
         start_timeout_s: how long to wait for the nodes.
         max_nodes: how many `envs.scale` may ask for. Every node has the workers of its own slots, and of those whose
             nodes are not there: with 2 nodes of at most 4, twice `workers_per_node`.
@@ -42,6 +45,7 @@ class Remote:
     workers_per_node: int = 1
     port: int = 0
     folder: str | None = None
+    owner_squashed: bool = False
     start_timeout_s: float = 600.0
     min_nodes: int | None = None
     max_nodes: int | None = None
