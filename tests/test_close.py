@@ -1,4 +1,4 @@
-"""`close()` takes 10 s at most, whatever a scheduler does; what is left is said, and removed by `clusterenv gc` later."""
+"""`close()` takes 10 s at most, whatever a scheduler does. What is left is said, and removed by `clusterenv gc`."""
 
 from __future__ import annotations
 
@@ -53,8 +53,10 @@ def test_a_scancel_that_hangs(slurm, tmp_path, caplog):
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(told) == 1 and "scancel did not answer" in told[0], told
     (folder,) = (tmp_path / "keys").glob("clusterenv-*")
-    assert f"2 SLURM jobs named {folder.name} (1, 2)" in told[0] and f"clusterenv gc --folder {folder.parent}" in told[0]
-    assert [path.name for path in folder.iterdir()] == ["head.json"], "the keys are gone, the note stays"
+    assert (
+        f"2 SLURM jobs named {folder.name} (1, 2)" in told[0] and f"clusterenv gc --folder {folder.parent}" in told[0]
+    )
+    assert {path.read_text() for path in folder.glob("*.key")} == {"closed\n"}, "the note stays, the secrets are gone"
     assert main(["gc", "--folder", str(folder.parent), "--dry-run"]) == 0
     (slurm / "hang-scancel").unlink()
     assert main(["gc", "--folder", str(folder.parent)]) == 0, "though this process, the head, is alive"

@@ -18,7 +18,15 @@ from clusterenv.backends.ray import NodeActor
 from clusterenv.cli import main
 from clusterenv.events import EventLog
 from clusterenv.spec import blueprint
-from clusterenv.transport.keys import Joining, await_joining, make_keys, private_folder, read_joining, write_joining
+from clusterenv.transport.keys import (
+    Joining,
+    await_joining,
+    close_joining,
+    make_keys,
+    private_folder,
+    read_joining,
+    write_joining,
+)
 
 
 @pytest.fixture
@@ -65,6 +73,14 @@ def test_what_will_not_change_is_not_waited_for(tmp_path, joining):
     (tmp_path / "link").symlink_to(tmp_path / "node.key")
     with pytest.raises(ce.KeyFileError, match="symbolic link"):
         await_joining(tmp_path / "link", 1e9, print)
+
+
+def test_a_node_of_a_run_that_was_closed_does_not_wait(tmp_path, joining, capsys):
+    write_joining(tmp_path / "node.key", joining)
+    close_joining(tmp_path / "node.key")
+    assert joining.secret not in (tmp_path / "node.key").read_text()
+    assert main(["node", "--join", str(tmp_path / "node.key")]) == 42
+    assert "is of a run that was closed" in capsys.readouterr().err
 
 
 # -- owners -------------------------------------------------------------------------------------------------------

@@ -53,7 +53,9 @@ def test_gc(tmp_path, capsys, dead):
     assert main(["gc", "--folder", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert not gone.exists() and not reused.exists()
-    assert running.exists() and f"its head is running (process {os.getpid()} on " in told, "seen here: its age is nothing"
+    assert running.exists() and f"its head is running (process {os.getpid()} on " in told, (
+        "seen here: its age is nothing"
+    )
     assert other.exists(), "no folder of a run"
     assert main(["gc", "--folder", str(tmp_path), "--run", "running"]) == 0 and running.exists()
 
@@ -73,7 +75,9 @@ def test_heads_that_ran_elsewhere(tmp_path, capsys, where):
     stale = run_folder(tmp_path, "stale", age_s=LEASE_S + 200, **where)
     assert main(["gc", "--folder", str(tmp_path)]) == 0
     told = capsys.readouterr().out
-    assert not stale.exists() and f"its head has ended (process {where.get('pid', os.getpid())} on {where['host']}" in told
+    assert (
+        not stale.exists() and f"its head has ended (process {where.get('pid', os.getpid())} on {where['host']}" in told
+    )
     assert fresh.exists() and "its head may be running" in told and "clusterenv gc --run fresh" in told
     another = run_folder(tmp_path, "another", age_s=LEASE_S, **where)
     assert main(["gc", "--folder", str(tmp_path), "--run", "fresh"]) == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from clusterenv.backends.note import Note
 from clusterenv.errors import ClusterEnvError, StartError
-from clusterenv.transport.keys import Joining, KeyPair, private_folder, write_joining
+from clusterenv.transport.keys import Joining, KeyPair, close_joining, private_folder, write_joining
 
 __all__ = ["RunFolder"]
 
@@ -64,10 +64,10 @@ class RunFolder:
             ) from error
 
     def end(self, left: str) -> None:
-        """Remove it; but where something else of the run is left, only the keys: `clusterenv gc` needs the note."""
+        """Remove it; but where something else of the run is left, only the secrets: `clusterenv gc` needs the note."""
         self.note.end(left)
         if left:
             for path in self.files:
-                path.unlink(missing_ok=True)
+                close_joining(path)
         else:
             shutil.rmtree(self.path, ignore_errors=True)

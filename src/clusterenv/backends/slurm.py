@@ -259,7 +259,7 @@ class SlurmJobs:
 
     def _cancel(self, node: int) -> None:
         if self._job[node]:
-            command = ["scancel", "--quiet", f"--name={self._name}", self._job[node]]
+            command = ["scancel", "--quiet", self._job[node]]  # no error where it is over
             _run(command, closing=self._plan.closing, patience_s=_LAST_COMMAND_S)
 
     def state(self, node: int) -> str:

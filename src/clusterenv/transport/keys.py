@@ -5,6 +5,7 @@ A file that another user could have read or made is refused: what it starts woul
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -23,6 +24,7 @@ __all__ = [
     "Joining",
     "KeyPair",
     "await_joining",
+    "close_joining",
     "make_keys",
     "private_folder",
     "read_joining",
@@ -32,6 +34,8 @@ __all__ = [
 
 _LARGEST = 1 << 16
 """Bytes that a key file may have."""
+
+_CLOSED = b"closed\n"
 
 
 class KeyPair(NamedTuple):
@@ -80,6 +84,12 @@ def write_joining(path: Path, joining: Joining) -> None:
         file.write(msgspec.json.encode(joining))
 
 
+def close_joining(path: Path) -> None:
+    """Overwrite a key file: its run is over. A node that still comes ends at once, rather than wait for a file."""
+    with contextlib.suppress(OSError):
+        path.write_bytes(_CLOSED)
+
+
 def read_joining(path: Path, is_mounted: bool = False, sha256: str | None = None) -> Joining:
     """Read a key file, and refuse one that another user could have read or made.
 
@@ -105,6 +115,8 @@ def read_joining(path: Path, is_mounted: bool = False, sha256: str | None = None
         if info.st_mode & 0o077 and not is_mounted:
             raise KeyFileError(f"key file {path} can be read by others: chmod 600 it (and think of the run as known)")
         data = file.read(_LARGEST)
+    if data == _CLOSED:
+        raise KeyFileError(f"key file {path} is of a run that was closed")
     if not data:
         raise _NotThereYet(f"key file {path} is empty")
     if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
