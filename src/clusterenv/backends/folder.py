@@ -53,15 +53,15 @@ class RunFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Within it, an `OSError` (a disk that is full, or cannot be written to) becomes a `StartError` that says where."""
+        """Within it, an `OSError` (a disk that is full, or read-only) becomes a `StartError` that says where."""
         try:
             yield
         except ClusterEnvError:
             raise
         except OSError as error:
             raise StartError(
-                f"the run's folder {self.path} could not be filled, or nodes not started from it: {error}. If that disk "
-                "is full or read-only, choose another place: `folder=...` of the backend, or TMPDIR where that is None"
+                f"the run's folder {self.path} could not be filled, or nodes not started from it: {error}. If that "
+                "disk is full or read-only, choose another: `folder=...` of the backend, or TMPDIR where that is None"
             ) from error
 
     def end(self, left: str) -> bool:
