@@ -34,7 +34,7 @@ in_pods = pytest.mark.kubernetes
 
 
 def make(n=4, nodes=2, **kwargs):
-    backend = pods(real.running["kubernetes"], nodes, **{"heartbeat": FAST, **kwargs})
+    backend = pods(real.running["kubernetes"], nodes, **{"heartbeat": FAST, "run_as_user": 1000, **kwargs})
     return ce.ClusterEnv(ID, n, backend=backend, recovery=RECOVERY)
 
 
@@ -403,7 +403,7 @@ def tell_rights():
 
 @in_pods
 def test_pods_run_without_privileges():
-    backend = pods(real.running["kubernetes"], 1, heartbeat=FAST)
+    backend = pods(real.running["kubernetes"], 1, heartbeat=FAST, run_as_user=1000)
     with ce.ClusterEnv(tell_rights, 1, backend=backend) as envs:
         envs.reset(seed=1)
         ((user, rights),) = envs.call("rights")
