@@ -27,6 +27,8 @@ class Seen(NamedTuple):
     """A whole row has arrived, and is not delivered yet."""
     ready_ends: bool
     """That row ends an episode."""
+    ready_is_loss: bool
+    """That row reports a loss."""
 
 
 class Losses:
@@ -64,17 +66,16 @@ class Losses:
     def settle(self, slot: int, reason: str, until_s: float, now_s: float, seen: Seen) -> bool:
         """Decide what the user sees of a slot that was just lost, and when it comes back.
 
-        True: the row that he awaits is to say that the episode was lost.
+        True: the awaited row must report the loss.
         """
         self.gone[slot] = now_s
         self._until[slot] = until_s
         was_held = self.held.pop(slot, None) is not None
         if seen.ready:
-            # Its row arrived whole before the loss, and is delivered; what follows it is lost.
-            if not seen.ready_ends:
+            # The row arrived whole before the loss and is delivered as it is: nothing may be rebuilt over it before
+            # that. The episode that goes on after it is lost; under SAME_STEP an ending row has begun the next one.
+            if not seen.ready_is_loss and (not seen.ready_ends or self.mode is AutoresetMode.SAME_STEP):
                 self.lost[slot] = reason
-            elif self.mode is AutoresetMode.NEXT_STEP:
-                self._due[slot] = until_s
             return False
         between = seen.ended and self.mode is AutoresetMode.NEXT_STEP
         if seen.resetting or was_held or (between and seen.started):
@@ -91,6 +92,12 @@ class Losses:
         """Lost in a fragment, which says itself which of its rows are invalid."""
         self.held.pop(slot, None)
         self._until[slot] = self._due[slot] = until_s
+
+    def not_reported(self, slot: int, reason: str) -> None:
+        """The row that would have reported this loss was given up before its delivery: report it in the next one."""
+        self.lost[slot] = reason
+        if slot not in self.gone:  # SAME_STEP: that row was the first of the next incarnation, and is still there
+            self.held.setdefault(slot, {})
 
     def bring_back(self, slot: int) -> None:
         """Somebody waits for this slot: rebuild it as soon as its backoff allows."""

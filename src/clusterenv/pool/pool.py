@@ -249,10 +249,10 @@ class Pool:
         whole: list[list[int]] = [[] for _ in self.slots_of]
         place = {slot: i for i, slot in enumerate(chosen)}
         for slot in chosen:
-            if slot in losses.held:
-                self.rows.begin_again(slot, losses.held.pop(slot), losses.lost.pop(slot, None))
-            elif slot in losses.lost and self.mode is not AutoresetMode.SAME_STEP:
+            if slot in losses.lost and self.mode is not AutoresetMode.SAME_STEP:
                 self.rows.tell_loss(slot, losses.lost.pop(slot))
+            elif slot in losses.held:
+                self.rows.begin_again(slot, losses.held.pop(slot), losses.lost.pop(slot, None))
             elif slot in losses.gone:  # awaited: its first row, or the reset row
                 losses.bring_back(slot)
             else:
@@ -348,10 +348,11 @@ class Pool:
 
     def deliver(self, copy: bool) -> Rows:
         """Hand over every row that is ready, ascending by slot."""
-        rows, told = self.rows.rows(copy)
-        if self.mode is AutoresetMode.NEXT_STEP:
-            for slot in told:  # its reset row comes next; begin now
-                self._losses.bring_back(slot)
+        rows = self.rows.rows(copy)
+        if self._losses.gone and self.mode is AutoresetMode.NEXT_STEP:
+            for slot in rows.slots[rows.terminations | rows.truncations].tolist():
+                if slot in self._losses.gone:  # its reset row comes next; begin now
+                    self._losses.bring_back(slot)
         self._count_delivery()
         return rows
 
@@ -416,8 +417,7 @@ class Pool:
             return
         if ticket.kind in ("policy", "fragment"):
             self.desk.took(worker, ticket.kind, reply)
-            for fault in reply.faults:
-                self._repairs.env_gone(worker, fault, collecting=True)
+            self._take_faults(worker, reply, collecting=True)
             return
         failed = {fault.slot for fault in reply.faults}
         good = [slot for slot in reply.slots if slot not in failed]
@@ -435,8 +435,14 @@ class Pool:
                 raise self.desk.policy_error() or AssertionError("a policy error without an error")
             self.rows.mark_ready(good)
             self.rows.take_rows(reply)
-        for fault in reply.faults:
-            self._repairs.env_gone(worker, fault)
+        self._take_faults(worker, reply, collecting=False)
+
+    def _take_faults(self, worker: int, reply: Reply, collecting: bool) -> None:
+        """Take note of every fault before the first error is raised: all these environments are gone."""
+        errors = [self._repairs.env_gone(worker, fault, collecting) for fault in reply.faults]
+        for error in errors:
+            if error is not None:
+                raise error
 
     # -- what fragments need ----------------------------------------------------------------------------------
 
@@ -476,7 +482,11 @@ class Pool:
         """Give up every row under way (before a reset): wait for the workers to finish it, then forget it."""
         while any(t.kind != "call" for tickets in self._open for t in tickets.values()):
             self.turn(None)
-        self.rows.forget()
+        self._give_up_rows()
+
+    def _give_up_rows(self) -> None:
+        for slot, reason in self.rows.forget().items():
+            self._losses.not_reported(slot, reason)
 
     def give_up_step(self) -> bool:
         """Some worker's policy failed: wait for the others. True: a slot was stepped, and its row is lost."""
@@ -486,7 +496,7 @@ class Pool:
             except PolicyError:
                 continue
         stepped = self.rows.ready_count > 0
-        self.rows.forget()
+        self._give_up_rows()
         return stepped
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from clusterenv import infos as info_columns
 from clusterenv.code import missing_package
-from clusterenv.errors import EnvError, WorkerLostError
+from clusterenv.errors import ClusterEnvError, CrashLoopError, EnvError, WorkerLostError
 from clusterenv.events import Event, EventLog
 from clusterenv.pool.collecting import FragmentDesk
 from clusterenv.pool.crew import Crew, Exit
@@ -57,8 +57,9 @@ class Repairs:
         """It was asked for something."""
         self._hangs.began(worker, now)
 
-    def env_gone(self, worker: int, fault: Fault, collecting: bool = False) -> None:
-        slot, rows = fault.slot, self._host.rows
+    def env_gone(self, worker: int, fault: Fault, collecting: bool = False) -> ClusterEnvError | None:
+        """Record the failure of one environment. Returns what the caller has to raise, if it is not to be repaired."""
+        slot = fault.slot
         event = Event(
             "env_error",
             fault.error,
@@ -72,13 +73,22 @@ class Repairs:
         )
         self._host.events.add(event)
         self._losses.slot_gone(slot, time.monotonic())
-        if self._recovery.on_error == "raise" or not rows.proven[slot]:
-            rows.awaited[slot] = False
-            rows.resetting.pop(slot, None)
-            rows.started[slot] = False
-            raise env_error(fault)
-        until = self._book.failed(f"slot {slot}", f"{fault.phase}: {fault.error}", time.monotonic())
-        self._settle(slot, fault.error, until, collecting)
+        if self._recovery.on_error == "raise" or not self._host.rows.proven[slot]:
+            self._give_up(slot)
+            return env_error(fault)
+        try:
+            until = self._book.failed(f"slot {slot}", f"{fault.phase}: {fault.error}", time.monotonic())
+        except CrashLoopError as error:
+            self._give_up(slot)
+            return error
+        self._settle(worker, slot, fault.error, until, collecting)
+        return None
+
+    def _give_up(self, slot: int) -> None:
+        """Its loss is reported by an exception, not by a row."""
+        rows = self._host.rows
+        rows.awaited[slot] = rows.started[slot] = False
+        rows.resetting.pop(slot, None)
 
     def worker_gone(self, worker: int, exit: Exit, asked: set[str]) -> None:
         """`asked`: the kinds of what it had to do."""
@@ -102,33 +112,38 @@ class Repairs:
         now = time.monotonic()
         self._losses.worker_gone(worker, slots, now)  # whatever is raised below, a later reset() finds the worker
         (self._host.desk.moved if exit.is_moved else self._host.desk.lost)(worker)
+        until, error = now, None
         if at_fault is not None and not exit.is_moved and not rows.proven[at_fault]:
-            rows.awaited[slots] = False
-            rows.started[slots] = False
-            raise WorkerLostError(
+            self._give_up(at_fault)
+            error = WorkerLostError(
                 f"{reason}{place}, before its first successful step{last_words(exit.tail)}", slots=tuple(slots)
             )
-        until = now
-        if not exit.is_moved:
+        elif not exit.is_moved:
             until = self._book.failed(f"worker {worker} (slots {slots[0]}-{slots[-1]})", reason, now)
         self._losses.respawn[worker] = until
         collecting = "fragment" in asked
         for its in slots:
-            self._settle(its, reason, until, collecting)
+            if error is None or its != at_fault:
+                self._settle(worker, its, reason, until, collecting)
+        if error is not None:
+            raise error
 
-    def _settle(self, slot: int, reason: str, until: float, collecting: bool) -> None:
-        rows = self._host.rows
-        buffers = rows.buffers
+    def _settle(self, worker: int, slot: int, reason: str, until: float, collecting: bool) -> None:
         if collecting:
             self._losses.settle_collecting(slot, until)
             return
+        rows = self._host.rows
+        # The slots of a vector environment step together, and so all report a loss if one of them has to.
+        together = self._host.slots_of[worker] if self._host.is_vector else [slot]
+        has_ended = all(rows.has_ended(other) for other in together)
         seen = Seen(
             started=bool(rows.started[slot]),
-            ended=bool(rows.ended[slot]),
+            ended=has_ended,
             awaited=bool(rows.awaited[slot]),
             resetting=slot in rows.resetting,
             ready=bool(rows.ready[slot]),
-            ready_ends=bool(buffers.terminated[slot] or buffers.truncated[slot]),
+            ready_ends=has_ended,
+            ready_is_loss=bool(rows.is_loss[slot]),
         )
         if self._losses.settle(slot, reason, until, time.monotonic(), seen):
             rows.tell_loss(slot, self._losses.lost.pop(slot))
@@ -136,7 +151,7 @@ class Repairs:
     def rebuilt(self, slot: int, columns: info_columns.Columns) -> None:
         event = Event("env_rebuilt", "started again", (slot,), incarnation=self._lives.incarnations[slot])
         self._host.events.add(event, level=logging.DEBUG)
-        if self._host.rows.awaited[slot]:
+        if self._host.rows.awaited[slot] and not self._host.rows.ready[slot]:
             self._host.rows.begin_again(slot, columns, self._losses.lost.pop(slot, None))
         else:
             self._losses.held[slot] = columns
@@ -162,6 +177,7 @@ class Repairs:
 
     def _rebuild(self, worker: int, slots: list[int]) -> None:
         lives = self._lives
+        assert not self._host.rows.has_row(slots), f"slots {slots} have rows that were not delivered"
         seeds: list[int | None] = []
         options = None
         for slot in slots:
