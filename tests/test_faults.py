@@ -100,7 +100,7 @@ def test_fault_costs_only_the_slots_concerned(tmp_path, what, mode):
     event = next(e for e in envs.events() if e.kind in ("worker_lost", "env_error"))
     assert reason in event.reason and 1 in event.slots
     if what == "raise":
-        assert "in _fail" in event.detail and event.seed == 1 and event.step == 2 and event.incarnation == 0
+        assert "in _fail" in event.detail and event.seed == 1 and event.step == 3 and event.incarnation == 0
     if what == "segfault":
         assert "Segmentation fault" in event.detail and "_fail" in event.detail
     if what.startswith("hang"):

@@ -31,7 +31,7 @@ class Event:
     """Seed of the environment's current incarnation, if it is known."""
     incarnation: int | None = None
     step: int | None = None
-    """Steps into the running episode."""
+    """Number of the failing `step` call in its episode, from 1; 0: its `reset`. A replay fails in the same call."""
     detail: str = ""
     """Traceback, faulthandler text, or the last lines that the worker wrote."""
     time_s: float = field(default_factory=time.time)

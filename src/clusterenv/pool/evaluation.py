@@ -37,6 +37,7 @@ class Evaluator:
         self._space = space
         self._leaves = leaves
         self._envs: list[Any] = []
+        self._now = (0, 0)  # episode, number of its `step` call
         self._recorder: Any = None
 
     def run(self, request: Evaluate, slots: list[int], actor: Actor, family: Family, mask: str | None) -> Reply:
@@ -58,7 +59,9 @@ class Evaluator:
             text = traceback.format_exc()
             what = f"{type(error).__name__}: {error}"
             phase = "policy" if self._at[1] == POLICY else "evaluate"
-            return Reply(request.request, [], faults=[Fault(slots[0], phase, what, text, request.seed, 0, 0)])
+            episode, call = self._now
+            fault = Fault(slots[0], phase, what, text, request.seed + episode, 0, call)
+            return Reply(request.request, [], faults=[fault])
         return Reply(request.request, [], result=done)
 
     def _recording_env(self, slot: int) -> Any:
@@ -93,6 +96,7 @@ class Evaluator:
         masks: list[Any] = []
         self._at[1] = RESET
         for j, env in zip(episodes, envs, strict=True):
+            self._now = (j, 0)
             first, info = env.reset(seed=request.seed + j)
             obs.append(first)
             masks.append(info.get(mask) if mask is not None else None)
@@ -119,6 +123,7 @@ class Evaluator:
             self._at[1] = STEP
             for k, (env, action) in enumerate(zip(envs, actions, strict=True)):
                 if running[k]:
+                    self._now = (episodes[k], t)
                     obs[k], reward, terminated, truncated, info = env.step(action)
                     returns[k] += reward
                     lengths[k] += 1

@@ -154,6 +154,7 @@ class FragmentLoop:
         lengths = np.array([group.clock - began for began in group.began])
         run = Gathered(columns, lengths)
         self._begin(run)
+        run.first_lengths = lengths.copy()
         started = columns.starts
         started[0] = lengths == 0
         initial_state = _to_numpy(self._state, len(slots))
@@ -224,7 +225,7 @@ class FragmentLoop:
                         run.note_infos(t, slot - first, info, keys)
                 except Caught as error:
                     k = slot - first
-                    run.faults.append(group.fault(slot, at[1], error))
+                    run.faults.append(group.fault(slot, at[1], error, int(lengths[k]) + 1))
                     if at[1] == RESET:  # the row itself is whole; what follows it is lost
                         columns.lose(t + 1, k)
                     else:
@@ -302,6 +303,8 @@ class FragmentLoop:
                 try:
                     obs, info = group.envs[k].reset()
                     columns.write_row(0, k, obs)
+                    if group.check:
+                        columns.check_row(0, k)
                     self._masks[k] = info.get(self._mask) if self._mask is not None else None
                     run.lengths[k] = 0
                     self._returns[k] = self._counted[k] = 0
@@ -309,6 +312,8 @@ class FragmentLoop:
                     run.faults.append(group.fault(slot, RESET, error))
                     run.failed.add(k)
                     columns.lose(0, k)
+                    for leaf, shared in zip(columns.obs, buffers.obs, strict=True):
+                        leaf[0, k] = shared[sides[k], slot]
             else:
                 if run.lengths[k] == 0:
                     self._returns[k] = self._counted[k] = 0
@@ -350,7 +355,7 @@ class FragmentLoop:
                 run.columns.write_row(t + 1, k, obs)
             except (ValueError, TypeError, KeyError) as error:
                 if k not in run.failed:
-                    run.faults.append(self._group.fault(self._group.slots[k], STEP, error))
+                    run.faults.append(self._group.fault(self._group.slots[k], STEP, error, run.call(t, k, True)))
                     run.failed.add(k)
                 run.columns.lose(t, k)
                 run.finals.append((t, k, run.columns.row(t, k)))
@@ -366,10 +371,11 @@ class FragmentLoop:
                 wrong = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
                 for t, k in zip(finals.t[wrong].tolist(), finals.columns[wrong].tolist(), strict=True):
                     if k not in run.failed and (k not in bad or bad[k][0] > t):
-                        bad[k] = (t, "the episode's last observation is not finite")
-        for k, (t, text) in sorted(bad.items()):
+                        bad[k] = (t, "the episode's last observation is not finite", False)
+        for k, (t, text, in_next) in sorted(bad.items()):
             if k not in run.failed:
-                run.faults.append(self._group.fault(self._group.slots[k], STEP, ValueError(text)))
+                call = run.call(t, k, in_next)
+                run.faults.append(self._group.fault(self._group.slots[k], STEP, ValueError(text), call))
             run.failed.add(k)
             columns.lose(t, k)
             for leaf in columns.obs:  # a learner may multiply by `valid`, and NaN times 0 is NaN

@@ -184,7 +184,7 @@ class EnvGroup:
                 if info:
                     infos.append((slot, info))
             except Caught as error:
-                faults.append(self.fault(slot, at[1], error))
+                faults.append(self.fault(slot, at[1], error, clock + 1 - began[slot - first]))
                 at[1] = STEP
         self.clock = clock + 1
 
@@ -230,11 +230,11 @@ class EnvGroup:
                     self.began[k] = clock
                     at[1] = STEP
                 else:
+                    self.began[k] -= 1  # one step further from where it began
                     start = time.perf_counter()
                     obs, reward, terminated, truncated, info = self.steps[k](action)
                     self._note_pace(slot, time.perf_counter() - start)
                     buffers.reward[slot] = reward
-                    self.began[k] -= 1  # one step further from where it began
                     if terminated or truncated:
                         buffers.terminated[slot] = terminated
                         buffers.truncated[slot] = truncated
@@ -408,13 +408,18 @@ class EnvGroup:
         columns = info_columns.pack(infos) if infos else None
         return Reply(request, slots, columns, objects or None, faults, None, last)
 
-    def fault(self, slot: int, phase: int, error: BaseException) -> Fault:
-        fault = self._describe(slot, phase, error)
+    def fault(self, slot: int, phase: int, error: BaseException, step: int | None = None) -> Fault:
+        """Describe a failure and drop the environment. `step`: number of the failing call; None: by the clock."""
+        fault = self._describe(slot, phase, error, step)
         self._drop(slot - self.first)
         return fault
 
-    def _describe(self, slot: int, phase: int, error: BaseException) -> Fault:
+    def _describe(self, slot: int, phase: int, error: BaseException, step: int | None = None) -> Fault:
         k = slot - self.first
+        if step is None:
+            step = self.clock - self.began[k]
+        if phase == STEP and step == 0:
+            phase = RESET  # what is wrong is the first row of an episode
         lines = traceback.format_exception(type(error), error, error.__traceback__)
         return Fault(
             slot,
@@ -423,7 +428,7 @@ class EnvGroup:
             "".join(lines),
             self._seeds[k],
             self._incarnations[k],
-            self.clock - self.began[k],
+            0 if phase in (INIT, RESET) else step,
         )
 
 
