@@ -363,7 +363,7 @@ class Collector:
     ) -> Evaluation:
         """Play whole episodes on environments of their own, in the same workers; training is not touched.
 
-        Episode j is seeded with `seed + j`: the same agent has the same returns, whatever the number of workers.
+        They have the attributes that `set_attr` and sticky calls gave to the environments of the same slots. Episode j is seeded with `seed + j`: the same agent has the same returns, whatever the number of workers.
 
         Args:
             agent: another agent of the same shape; None: the attached one, as it is now.

@@ -211,6 +211,11 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         """
         self._refuse_closed("call")
         self._refuse_in_flight("call")
+        if self._goes_on and not self._was_reset:
+            raise UsageError(
+                f"call({name!r}) after load_state_dict(): the environments begin anew with the next reset(), "
+                "with the attributes of the loaded state; call reset() first"
+            )
         return tuple(self._pool.call(name, args, kwargs, sticky=sticky))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:

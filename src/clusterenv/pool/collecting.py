@@ -27,6 +27,7 @@ from clusterenv.pool.messages import (
     Reply,
     RunFragment,
     SetPolicy,
+    Sticky,
 )
 from clusterenv.pool.shelf import Shelf
 from clusterenv.pool.streaming import FragmentStream
@@ -63,6 +64,7 @@ class Host(Protocol):
     def is_leaving(self, worker: int) -> bool: ...
     def replies(self, requests: dict[int, int]) -> list[Reply]: ...
     def incarnations(self, slots: list[int]) -> list[int]: ...
+    def stickies(self, slots: list[int]) -> tuple[list[list[Sticky]], int]: ...
     def collected(self, slots: list[int], stepped: Any) -> None: ...
     def allocate_arena(self, layout: ArenaLayout) -> Any: ...
     def put_weights(
@@ -240,7 +242,8 @@ class FragmentDesk:
             mine = list(range(episodes))[worker :: len(workers)]
             if mine:
                 plain = {name: float(np.mean(value)) for name, value in knobs.items()}
-                message = Evaluate(host.number(), mine, seed, deterministic, record, plain)
+                stickies, epoch = host.stickies(host.slots_of[worker])
+                message = Evaluate(host.number(), mine, seed, deterministic, record, plain, stickies, epoch)
                 requests[worker] = host.post(worker, "call", host.slots_of[worker], message)
         played: list[Episode] = []
         for reply in host.replies(requests):

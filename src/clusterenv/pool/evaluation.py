@@ -16,9 +16,9 @@ from clusterenv.batch import map_arrays
 from clusterenv.policy.base import PAD, Actor, pad_rows
 from clusterenv.policy.families import Family, mask_logits
 from clusterenv.policy.streams import Streams
-from clusterenv.pool.group import POLICY, RESET, STEP, Caught
+from clusterenv.pool.group import POLICY, RESET, STEP, Caught, apply_stickies
 from clusterenv.pool.layout import Leaf, assemble, coerce, flatten
-from clusterenv.pool.messages import Episode, Evaluate, Fault, Reply
+from clusterenv.pool.messages import Episode, Evaluate, Fault, Reply, Sticky
 from clusterenv.spec import MakeFromSpec
 
 __all__ = ["Evaluator"]
@@ -39,17 +39,24 @@ class Evaluator:
         self._envs: list[Any] = []
         self._now = (0, 0)  # episode, number of its `step` call
         self._recorder: Any = None
+        self._stickies_epoch = 0  # of these environments
 
     def run(self, request: Evaluate, slots: list[int], actor: Actor, family: Family, mask: str | None) -> Reply:
         """Up to as many episodes at once as this worker has slots."""
         try:
+            if request.stickies_epoch != self._stickies_epoch:
+                self.close()
+                self._stickies_epoch = request.stickies_epoch
             done: list[Episode] = []
             frames = [j for j in request.episodes if j < request.record]
             for j in frames:
-                done += self._play(request, [j], [self._recording_env(slots[0])], actor, family, mask, True)
+                recorder = self._recording_env(slots[0], request.stickies[0])
+                done += self._play(request, [j], [recorder], actor, family, mask, True)
             plain = [j for j in request.episodes if j >= request.record]
             while len(self._envs) < min(len(plain), len(slots)):
-                self._envs.append(self._makers[slots[len(self._envs)]]())
+                k = len(self._envs)
+                self._envs.append(self._makers[slots[k]]())
+                apply_stickies(self._envs[k], request.stickies[k])
             # Each environment plays a fixed share: whoever is quick does not play more.
             shares = [plain[i :: len(self._envs)] for i in range(len(self._envs))] if plain else []
             for turn in range(max(map(len, shares), default=0)):
@@ -64,7 +71,7 @@ class Evaluator:
             return Reply(request.request, [], faults=[fault])
         return Reply(request.request, [], result=done)
 
-    def _recording_env(self, slot: int) -> Any:
+    def _recording_env(self, slot: int, stickies: list[Sticky]) -> Any:
         if self._recorder is None:
             maker = self._makers[slot]
             env = maker.with_frames() if isinstance(maker, MakeFromSpec) else maker()
@@ -75,6 +82,7 @@ class Evaluator:
                     'render_mode="rgb_array" in its thunk'
                 )
             self._recorder = env
+            apply_stickies(env, stickies)
         return self._recorder
 
     def _play(

@@ -30,7 +30,7 @@ from clusterenv.pool.messages import (
     Sticky,
 )
 
-__all__ = ["Caught", "EnvGroup", "INIT", "RESET", "STEP", "CALL", "POLICY", "PHASES"]
+__all__ = ["Caught", "EnvGroup", "apply_stickies", "INIT", "RESET", "STEP", "CALL", "POLICY", "PHASES"]
 
 INIT, RESET, STEP, CALL, POLICY = range(5)
 PHASES = ("init", "reset", "step", "call", "policy")
@@ -112,11 +112,7 @@ class EnvGroup:
         env = self.makers[slot]()
         self.envs[k] = env
         self.steps[k] = env.step
-        for sticky in stickies:
-            if sticky.is_call:
-                env.get_wrapper_attr(sticky.name)(*sticky.args, **sticky.kwargs)
-            else:
-                env.set_wrapper_attr(sticky.name, sticky.args[0])
+        apply_stickies(env, stickies)
 
     def attach(self, buffers: Buffers, observation_space: Any, action_space: Any) -> None:
         self.buffers = buffers
@@ -430,6 +426,14 @@ class EnvGroup:
             self._incarnations[k],
             0 if phase in (INIT, RESET) else step,
         )
+
+
+def apply_stickies(env: Any, stickies: list[Sticky]) -> None:
+    for sticky in stickies:
+        if sticky.is_call:
+            env.get_wrapper_attr(sticky.name)(*sticky.args, **sticky.kwargs)
+        else:
+            env.set_wrapper_attr(sticky.name, sticky.args[0])
 
 
 def _gone(action: Any) -> Any:

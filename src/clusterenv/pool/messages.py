@@ -228,6 +228,10 @@ class Evaluate(NamedTuple):
     record: int
     """Episodes below this number bring their frames back."""
     knobs: dict[str, Any]
+    stickies: list[list[Sticky]]
+    """For each slot of the worker: attributes and calls that its environments have."""
+    stickies_epoch: int
+    """Changes with `stickies`: environments of an earlier one are made anew."""
 
 
 class Episode(NamedTuple):

@@ -48,6 +48,7 @@ from clusterenv.pool.messages import (
     Reset,
     SetAttr,
     Step,
+    Sticky,
 )
 from clusterenv.pool.repairs import Repairs, env_error, last_words
 from clusterenv.pool.watch import PaceWatch
@@ -457,6 +458,10 @@ class Pool:
 
     def incarnations(self, slots: list[int]) -> list[int]:
         return [self._lives.incarnations[slot] for slot in slots]
+
+    def stickies(self, slots: list[int]) -> tuple[list[list[Sticky]], int]:
+        """What is set on every incarnation of these slots, and a number that changes with it."""
+        return [self._lives.stickies[slot] for slot in slots], self._lives.stickies_epoch
 
     def bring_back(self, worker: int) -> bool:
         """Whether all environments of this worker are there; what is missing is asked for."""
