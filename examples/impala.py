@@ -190,7 +190,7 @@ def train(args: argparse.Namespace) -> None:
         print(f"{name:<11} {value:7.1f} s {value / seconds:6.1%}")
     # The workers go on while the head learns, so theirs are shares of the whole time.
     print("\nand a worker's")
-    busy = {name: stats["time_shares"][name] * stats["collecting_s"] for name in ("environment", "policy")}
+    busy = dict(stats["busy_s"])
     busy["idle"] = seconds - sum(busy.values())
     for name, value in busy.items():
         print(f"{name:<11} {value:7.1f} s {value / seconds:6.1%}")

@@ -199,7 +199,8 @@ def train(args: argparse.Namespace) -> None:
         print(f"plot        {args.plot}")
 
     # Seconds of wall clock: the workers' are the mean over workers, and they do nothing while the head learns.
-    spent = {name: share * stats["collecting_s"] for name, share in stats["time_shares"].items()}
+    spent = dict(stats["busy_s"])
+    spent["waiting"] = stats["collecting_s"] - sum(spent.values())
     spent |= {"learning": learning_s, "evaluating": evaluating_s}
     spent["other"] = seconds - sum(spent.values())
     print("\nwhere the time went")

@@ -255,7 +255,7 @@ def train(args: argparse.Namespace) -> None:
     # The mean over workers, in the same seconds: they act and step while the head learns.
     print("\nmeanwhile, in a worker")
     for name in ("environment", "policy"):
-        value = stats["time_shares"][name] * stats["collecting_s"]
+        value = stats["busy_s"][name]
         print(f"{name:<11} {value:7.1f} s {value / seconds:6.1%}")
 
 

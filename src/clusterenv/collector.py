@@ -215,7 +215,7 @@ class Collector:
 
     def _count_time(self, begin: float) -> float:
         now = time.perf_counter()
-        self._tally.collecting_s += now - begin
+        self._tally.spent(now - begin)
         return now
 
     def _feed(self, stream: FragmentStream, max_staleness: int | None) -> None:
@@ -363,7 +363,8 @@ class Collector:
     ) -> Evaluation:
         """Play whole episodes on environments of their own, in the same workers; training is not touched.
 
-        They have the attributes that `set_attr` and sticky calls gave to the environments of the same slots. Episode j is seeded with `seed + j`: the same agent has the same returns, whatever the number of workers.
+        Episode j is seeded with `seed + j`: the same agent has the same returns, whatever the number of workers.
+        Attributes that `set_attr` or sticky calls gave to the environments of the same slots are set here too.
 
         Args:
             agent: another agent of the same shape; None: the attached one, as it is now.
@@ -419,7 +420,11 @@ class Collector:
     # -- looking ----------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counters and times: in all, per worker, and under `nodes` what each machine has, pulled and sent."""
+        """Counters and times: in all, per worker, and under `nodes` what each machine has, pulled and sent.
+
+        `steps_per_s`, `worker_steps_per_s` and `time_shares` are of the recent batches: the first, in which the workers
+        started, counts only until there is a second.
+        """
         nodes = [holding.as_dict() for holding in self._exchange.holdings]
         sums = ("pulls", "weight_bytes", "evaluation_bytes", "drift_bytes", "fragment_bytes")
         stalest = max(nodes, key=lambda node: -1.0 if node["drift"] is None else node["drift"])

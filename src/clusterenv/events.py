@@ -21,7 +21,8 @@ class Event:
     """One fact about a slot or a worker, complete enough to replay the failure."""
 
     kind: str
-    """"env_error", "worker_lost", "worker_replaced", "env_rebuilt" or "slow"."""
+    """"env_error", "worker_lost", "worker_replaced", "worker_moved", "env_rebuilt", "slow", "long_call", "pull",
+    "dropped", "resumed", or what happened to a node."""
     reason: str
     """One line: what happened."""
     slots: tuple[int, ...] = ()

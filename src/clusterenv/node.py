@@ -44,6 +44,7 @@ from clusterenv.protocol.messages import (
     Rows,
     Start,
     Tell,
+    TraceStack,
     Welcome,
 )
 from clusterenv.seat import Seat
@@ -250,6 +251,8 @@ class Agent:
             seat.start(message.worker)
         elif isinstance(message, Kill):
             seat.kill(message.worker)
+        elif isinstance(message, TraceStack):
+            seat.stack(message.worker)
         elif isinstance(message, Rows):
             seat.rows(frames[0])
         elif isinstance(message, Fragments):

@@ -20,7 +20,7 @@ from clusterenv.errors import ClusterEnvError, PolicyError
 from clusterenv.events import emit
 from clusterenv.policy.packing import unpack
 from clusterenv.pool.arena import Arena, ArenaLayout
-from clusterenv.pool.crew import Exit
+from clusterenv.pool.crew import Exit, Stack
 from clusterenv.pool.layout import Buffers, Layout
 from clusterenv.pool.messages import Raw
 from clusterenv.pool.mirror import Block, read_fragment, read_rows, write_inputs
@@ -36,6 +36,7 @@ from clusterenv.protocol.messages import (
     Pull,
     Ring,
     Rung,
+    StackTrace,
     Tell,
 )
 from clusterenv.spec import Blueprint
@@ -122,6 +123,9 @@ class Seat:
 
     def kill(self, worker: int) -> None:
         self._crew.kill(self._local[worker])
+
+    def stack(self, worker: int) -> None:
+        self._crew.stack(self._local[worker])
 
     def offer(self, offer: Offer) -> None:
         if self._pulling is not None and self._pulling.offer.offer == offer.offer:  # the same, in another form
@@ -231,6 +235,8 @@ class Seat:
                 self._flush_ring()
                 self._tickets = {key: ticket for key, ticket in self._tickets.items() if key[0] != worker}
                 self._send(Exited(self.number, worker, message.reason, message.tail), ())
+            elif isinstance(message, Stack):
+                self._send(StackTrace(self.number, worker, message.text), ())
             else:
                 self._heard(worker, message)
 

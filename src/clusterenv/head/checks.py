@@ -51,6 +51,10 @@ def _check(result: FragmentResult, num_steps: int, columns: int, leaves: tuple[L
     _need(_is_int(result.num_steps) and 0 <= result.num_steps <= num_steps, "its number of steps")
     _need(_is_int(result.version), "its version")
     _need(all(isinstance(value, float) and value >= 0 for value in (result.env_s, result.policy_s)), "its times")
+    step_s = result.step_s
+    if step_s is not None:
+        _need(isinstance(step_s, np.ndarray) and step_s.dtype == np.float32 and step_s.shape == (columns,), "its times")
+        _need(bool(np.isfinite(step_s).all() and (step_s >= 0).all()), "its times")
     error = result.policy_error
     _need(error is None or (len(error) == 2 and all(isinstance(text, str) for text in error)), "its policy error")
     _finals(result.finals, num_steps, columns, leaves)

@@ -24,7 +24,7 @@ from clusterenv.head.head import Head
 from clusterenv.head.offers import Weights
 from clusterenv.head.roster import Seated, Unseated
 from clusterenv.pool.arena import Arena, ArenaLayout
-from clusterenv.pool.crew import Exit
+from clusterenv.pool.crew import Exit, Stack
 from clusterenv.pool.layout import Buffers, Layout
 from clusterenv.pool.messages import (
     Built,
@@ -53,8 +53,10 @@ from clusterenv.protocol.messages import (
     Ring,
     Rows,
     Rung,
+    StackTrace,
     Start,
     Tell,
+    TraceStack,
 )
 from clusterenv.spec import Blueprint
 
@@ -324,6 +326,8 @@ class RemoteCrew:
                 self._exited(message.worker, message.reason, message.tail)
         elif isinstance(message, Output):
             self._print(message)
+        elif isinstance(message, StackTrace):
+            self._events.append((message.worker, Stack(message.text)))
 
     def _rung(self, seat: int, rung: Rung, frames: list[Any]) -> None:
         workers = self._workers[seat]
@@ -417,6 +421,10 @@ class RemoteCrew:
     def kill(self, index: int) -> None:
         seat = self._seat_of[index]
         self._head.send(seat, Kill(seat, index))
+
+    def stack(self, index: int) -> None:
+        seat = self._seat_of[index]
+        self._head.send(seat, TraceStack(seat, index))
 
     def close(self, timeout_s: float) -> None:
         if os.getpid() != self._owner:

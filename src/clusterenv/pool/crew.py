@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from clusterenv.pool.arena import ArenaLayout
 from clusterenv.pool.layout import Layout
 
-__all__ = ["Crew", "Exit"]
+__all__ = ["Crew", "Exit", "Stack"]
 
 
 class Exit(NamedTuple):
@@ -22,6 +22,12 @@ class Exit(NamedTuple):
     tail: str
     is_moved: bool = False
     """On purpose: it goes on elsewhere, and does not count as a failure."""
+
+
+class Stack(NamedTuple):
+    """Where a worker is: what `Crew.stack` asked for."""
+
+    text: str
 
 
 class Crew(Protocol):
@@ -68,4 +74,8 @@ class Crew(Protocol):
     def is_running(self, index: int) -> bool: ...
     def pid(self, index: int) -> int | None: ...
     def kill(self, index: int) -> None: ...
+    def stack(self, index: int) -> None:
+        """Ask where this worker is; answered by a `Stack`, unless it ends before."""
+        ...
+
     def close(self, timeout_s: float) -> None: ...

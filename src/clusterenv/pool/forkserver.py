@@ -5,9 +5,9 @@ but imports. It collects the workers' output, reports how they ended, and takes 
 
 Messages are pickled tuples, one per packet of a SOCK_SEQPACKET pair:
     head → here:  ("setup",) + [payload fd] · ("spawn", index) + [channel, data, progress fds]
-                  ("kill", index, with_traceback)
+                  ("kill", index, with_traceback) · ("stack", index)
     here → head:  ("ready",) · ("failed", text) · ("spawned", index, pid) · ("output", index, text)
-                  ("exited", index, pid, status, tail)
+                  ("stack", index, text) · ("exited", index, pid, status, tail)
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ __all__ = ["main"]
 _PR_SET_CHILD_SUBREAPER = 36
 _TAIL_BYTES = 16_000
 _OUTPUT_QUEUE = 2_000
+_STACK_S = 0.3
+"""How long a worker gets to write its stack: microseconds of work, but it may have to wait for a core."""
 
 
 @dataclass
@@ -47,6 +49,9 @@ class _Child:
     tail: bytes = b""
     partial: bytes = b""
     kill_at: float | None = None
+    stack: bytes = b""
+    stack_until: float | None = None
+    """Until then, what it writes is the stack that it was asked for."""
 
 
 class _Server:
@@ -61,7 +66,8 @@ class _Server:
 
     def serve(self) -> None:
         while True:
-            waiting = [c.kill_at for c in self._children.values() if c.kill_at is not None]
+            children = self._children.values()
+            waiting = [at for child in children for at in (child.kill_at, child.stack_until) if at is not None]
             timeout_ms = max(0.0, (min(waiting) - time.monotonic()) * 1000) if waiting else None
             wanted = select.POLLIN | (select.POLLOUT if self._outbox else 0)
             self._poller.modify(self._control, wanted)
@@ -80,6 +86,9 @@ class _Server:
                 if child.kill_at is not None and child.kill_at <= now:
                     _kill(child.pid)
                     child.kill_at = None
+                if child.stack_until is not None and child.stack_until <= now:
+                    self._send(("stack", child.index, child.stack[:_TAIL_BYTES].decode(errors="replace")))
+                    child.stack, child.stack_until = b"", None
 
     def _command(self) -> bool:
         try:
@@ -93,6 +102,11 @@ class _Server:
             self._set_up(fds[0])
         elif message[0] == "spawn":
             self._spawn(message[1], fds)
+        elif message[0] == "stack":
+            for child in self._children.values():
+                if child.index == message[1]:
+                    os.kill(child.pid, worker.STACK_SIGNAL)
+                    child.stack_until = time.monotonic() + _STACK_S
         elif message[0] == "kill":
             for child in self._children.values():
                 if child.index == message[1]:
@@ -168,6 +182,9 @@ class _Server:
             self._close_output(child)
             return False
         child.tail = (child.tail + data)[-_TAIL_BYTES:]
+        if child.stack_until is not None:
+            child.stack = (child.stack + data)[:_TAIL_BYTES]
+            return True
         *lines, child.partial = (child.partial + data).split(b"\n")
         if lines and len(self._outbox) < _OUTPUT_QUEUE:
             text = b"\n".join(lines)
@@ -235,6 +252,7 @@ def _reap_orphans(keep: set[int], wait: bool = False) -> None:
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(worker.STACK_SIGNAL, signal.SIG_IGN)  # inherited: a worker may be asked before it is ready to answer
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     server = _Server(control)
     try:

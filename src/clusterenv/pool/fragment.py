@@ -25,7 +25,7 @@ from clusterenv.policy.streams import Streams
 from clusterenv.pool.arena import Arena, ArenaLayout
 from clusterenv.pool.columns import Columns, Gathered, Picked, pack_finals
 from clusterenv.pool.evaluation import Evaluator
-from clusterenv.pool.group import INIT, POLICY, RESET, STEP, Caught, EnvGroup
+from clusterenv.pool.group import INIT, POLICY, RESET, STEP, TIMED_EVERY, Caught, EnvGroup
 from clusterenv.pool.layout import assemble
 from clusterenv.pool.messages import (
     Act,
@@ -163,6 +163,8 @@ class FragmentLoop:
             steps[k] = columns.frozen(0, k)
         picked = Picked(self._streams, slots, request)
         all_params = np.empty((request.num_steps, len(slots), family.num_params), dtype=np.float32)
+        timed_at = group.next_timed(request.num_steps)
+        is_timed = timed_at < request.num_steps
         env_s = policy_s = 0.0
         done, policy_error = 0, None
         count = len(slots)
@@ -202,7 +204,11 @@ class FragmentLoop:
             rewards: list[Any] = []
             block: list[Any] = []
             over: list[tuple[int, dict[str, Any]]] = []
-            for slot, step, action in zip(slots, steps, for_env, strict=True):
+            calls = steps
+            if t == timed_at:
+                calls = group.timed(steps)
+                timed_at += TIMED_EVERY
+            for slot, step, action in zip(slots, calls, for_env, strict=True):
                 at[0] = slot
                 try:
                     obs, reward, terminated, truncated, info = step(action)
@@ -271,6 +277,7 @@ class FragmentLoop:
             picked.samples(),
             env_s,
             policy_s,
+            group.buffers.pace_s[group.rows].astype(np.float32) if is_timed else None,
         )
         return Reply(request.request, slots, faults=run.faults, result=result)
 

@@ -119,6 +119,9 @@ class InlineCrew:
     def kill(self, index: int) -> None:
         raise AssertionError("timeouts are off in the calling process")
 
+    def stack(self, index: int) -> None:
+        raise AssertionError("nobody waits for the calling process")
+
     def close(self, timeout_s: float) -> None:
         for dispatcher in self._dispatchers.values():
             dispatcher.close()

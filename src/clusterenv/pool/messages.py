@@ -216,6 +216,8 @@ class FragmentResult(NamedTuple):
     samples: DriftSamples | None
     env_s: float
     policy_s: float
+    step_s: Any = None
+    """[K] seconds of a step of each environment, float32; None where none was timed."""
 
 
 class Evaluate(NamedTuple):

@@ -31,7 +31,7 @@ from clusterenv.events import Event, EventLog
 from clusterenv.pool.agreement import agree
 from clusterenv.pool.arena import ArenaLayout
 from clusterenv.pool.collecting import FragmentDesk, of_slots
-from clusterenv.pool.crew import Crew, Exit
+from clusterenv.pool.crew import Crew, Exit, Stack
 from clusterenv.pool.delivery import Delivery, Rows
 from clusterenv.pool.interrupts import held_back
 from clusterenv.pool.layout import Buffers, make_layout
@@ -44,6 +44,7 @@ from clusterenv.pool.messages import (
     Build,
     Built,
     Call,
+    FragmentResult,
     Reply,
     Reset,
     SetAttr,
@@ -97,7 +98,7 @@ class Pool:
         self._inbox: deque[tuple[int, Any]] = deque()
         self._called: dict[int, Reply] = {}
         self.acted: list[Acted] = []  # what the workers' policy did in the step under way
-        self._deliveries = 0
+        self._steps = 0  # since slow environments were looked for
         self._pace = PaceWatch()
         self.desk = FragmentDesk(self)
         self._lives = Lives(self.num_envs)
@@ -119,6 +120,9 @@ class Pool:
         built: dict[int, Built] = {}
         while len(built) < len(self.slots_of):
             for worker, message in self._wait(None):
+                if isinstance(message, Stack):
+                    self._repairs.long_call(worker, message.text)
+                    continue
                 if isinstance(message, Exit):
                     raise WorkerLostError(
                         f"worker {worker} {message.reason} while it made the environment of slot "
@@ -236,7 +240,7 @@ class Pool:
     def deliver_all(self, copy: bool) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """The rows of a `step_all` that went well."""
         rows = self.rows.all_rows(copy)
-        self._count_delivery()
+        self._count_steps(1)
         return rows
 
     def send_step(
@@ -354,12 +358,13 @@ class Pool:
             for slot in rows.slots[rows.terminations | rows.truncations].tolist():
                 if slot in self._losses.gone:  # its reset row comes next; begin now
                     self._losses.bring_back(slot)
-        self._count_delivery()
+        self._count_steps(1)
         return rows
 
-    def _count_delivery(self) -> None:
-        self._deliveries += 1
-        if self._deliveries % _SLOW_EVERY == 0:
+    def _count_steps(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps >= _SLOW_EVERY:
+            self._steps = 0
             for slot, reason in self._pace.newly_slow(self.buffers.pace_s):
                 self.events.add(Event("slow", reason, (slot,), self._worker_of[slot]), level=logging.INFO)
 
@@ -389,6 +394,8 @@ class Pool:
                 tickets = list(self._open[worker].values())
                 self._open[worker].clear()
                 self._repairs.worker_gone(worker, message, {ticket.kind for ticket in tickets})
+            elif isinstance(message, Stack):
+                self._repairs.long_call(worker, message.text)
             elif isinstance(message, Built):
                 self._open[worker].pop(message.request, None)
         if self._losses.gone:
@@ -403,7 +410,7 @@ class Pool:
             if deadline is not None:
                 timeout_s = min(timeout_s, max(0.0, deadline - now))
         messages = self._crew.wait(timeout_s)
-        if not messages and not self._crew.is_inline:
+        if not self._crew.is_inline:  # also while others answer: one that hangs must not go unnoticed in a busy stream
             self._repairs.look_for_hangs([bool(tickets) for tickets in self._open])
         return messages
 
@@ -478,8 +485,11 @@ class Pool:
     def is_leaving(self, worker: int) -> bool:
         return self._crew.is_leaving(worker)
 
-    def collected(self, slots: list[int], stepped: Any) -> None:
+    def collected(self, slots: list[int], stepped: Any, result: FragmentResult) -> None:
         self.rows.collected(slots, stepped)
+        if result.step_s is not None:
+            self.buffers.pace_s[slots] = result.step_s
+        self._count_steps(result.num_steps)
 
     # -- the rest ---------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from gymnasium.vector import AutoresetMode
 from clusterenv.errors import ClusterEnvError, SpecError, UsageError
 from clusterenv.events import emit
 from clusterenv.pool.arena import ArenaLayout
-from clusterenv.pool.crew import Exit
+from clusterenv.pool.crew import Exit, Stack
 from clusterenv.pool.ends import how_it_ended
 from clusterenv.pool.fragment import STOP, TICK
 from clusterenv.pool.layout import Layout
@@ -314,6 +314,8 @@ class ProcessCrew:
             self._links[rest[0]].pid = rest[1]
         elif kind == "output":
             self._on_output(rest[0], rest[1])
+        elif kind == "stack":
+            events.append((rest[0], Stack(_untag(rest[1]))))
         elif kind == "failed":
             raise SpecError(f"the environments' code could not be loaded in a worker:\n{rest[0]}")
         elif kind == "exited":
@@ -384,6 +386,10 @@ class ProcessCrew:
     def kill(self, index: int) -> None:
         """End a hung worker; where it hung comes with its `Exit`."""
         self._tell(("kill", index, True), [])
+
+    def stack(self, index: int) -> None:
+        """Ask where this worker is; answered by a `Stack`."""
+        self._tell(("stack", index), [])
 
     def stop_early(self) -> None:
         """Fragments end after the step that they are in."""

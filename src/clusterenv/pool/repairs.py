@@ -7,6 +7,7 @@ give up. What has to be asked of workers goes through the pool.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from typing import Any, Protocol
 
@@ -21,10 +22,13 @@ from clusterenv.pool.group import PHASES
 from clusterenv.pool.lives import Lives
 from clusterenv.pool.losses import Losses, Seen
 from clusterenv.pool.messages import Build, Fault, Rebuild
-from clusterenv.pool.watch import HangWatch
+from clusterenv.pool.watch import HangWatch, LongCalls
 from clusterenv.recovery import Recovery, RestartBook
 
-__all__ = ["Repairs", "env_error", "last_words"]
+__all__ = ["Repairs", "env_error", "innermost_line", "last_words"]
+
+_LOOK_S = 0.2
+"""How often hangs are looked for."""
 
 
 class Host(Protocol):
@@ -52,6 +56,8 @@ class Repairs:
         self._book = RestartBook(recovery)
         self._hangs = HangWatch(len(host.slots_of))
         self._hung: dict[int, str] = {}  # killed for it; why
+        self._long_calls = LongCalls(len(host.slots_of), recovery.warn_after_s)
+        self._looked_at = 0.0
 
     def began(self, worker: int, now: float) -> None:
         """It was asked for something."""
@@ -203,8 +209,11 @@ class Repairs:
             )
 
     def look_for_hangs(self, busy: list[bool]) -> None:
-        """Kill workers that have something to do and have not moved for too long."""
+        """Kill workers that have something to do and have not moved for too long; warn of them before."""
         now = time.monotonic()
+        if now - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = now
         for worker, is_busy in enumerate(busy):
             if not is_busy or worker in self._hung or worker in self._losses.respawn:
                 continue
@@ -214,6 +223,19 @@ class Repairs:
             if limit_s is not None and stuck_s > limit_s:
                 self._hung[worker] = f"hung for {stuck_s:.1f} s ({phase}_timeout_s={limit_s})"
                 self._crew.kill(worker)
+            elif at[0] >= 0 and self._long_calls.is_due(worker, stuck_s):
+                self._crew.stack(worker)
+
+    def long_call(self, worker: int, stack: str) -> None:
+        """Warn of a worker that has been in one call for long; `stack` says where."""
+        slot, phase, _ = at = self._crew.progress(worker)
+        stuck_s, limit_s = self._hangs.stuck_s(worker, at, time.monotonic()), self._recovery.timeout_s(PHASES[phase])
+        if stuck_s == 0.0:
+            return  # it went on meanwhile
+        limit = "no limit" if limit_s is None else f"{PHASES[phase]}_timeout_s={limit_s:g}"
+        place = innermost_line(stack)
+        reason = f"worker {worker} has been in one call for {stuck_s:.0f} s ({limit}){' at ' * bool(place)}{place}"
+        self._host.events.add(Event("long_call", reason, (slot,), worker, PHASES[phase], detail=stack))
 
 
 def env_error(fault: Fault, where: str = "") -> EnvError:
@@ -226,6 +248,13 @@ def env_error(fault: Fault, where: str = "") -> EnvError:
         phase=fault.phase,
         remote_traceback=fault.traceback,
     )
+
+
+def innermost_line(stack: str) -> str:
+    """The line of a faulthandler text in which the main thread is: "env.py:12 in step"; empty where there is none."""
+    _, _, current = stack.partition("Current thread ")
+    found = re.search(r'File "(.*)", line (\d+) in (.*)', current)
+    return f"{found[1]}:{found[2]} in {found[3]}" if found else ""
 
 
 def last_words(tail: str) -> str:

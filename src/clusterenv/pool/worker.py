@@ -24,13 +24,16 @@ from clusterenv.errors import NotPlainError
 from clusterenv.pool.dispatch import Dispatcher
 from clusterenv.pool.messages import Close, Fault, FrameReader, Reply, encode, encode_plain, encode_quick, open_request
 
-__all__ = ["BELL", "PROGRESS_BYTES", "SharedMemory", "run"]
+__all__ = ["BELL", "PROGRESS_BYTES", "STACK_SIGNAL", "SharedMemory", "run"]
 
 BELL = 2
 """Which progress word the head changes after it sent something: looking at it takes no system call."""
 
 PROGRESS_BYTES = 64
 """Progress words of one worker: a cache line each, so that workers do not share one."""
+
+STACK_SIGNAL = signal.SIGRTMIN + 7
+"""Makes a worker write where it is to its stderr, even with the GIL held. One that simulators hardly use themselves."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -103,6 +106,7 @@ def run(
     sys.stdout = _TaggedOutput(1, progress)
     sys.stderr = _TaggedOutput(2, progress)
     faulthandler.enable(file=2, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
     # Forked siblings would otherwise share the state of the global generators.
     random.seed()
     np.random.seed(int.from_bytes(os.urandom(4), "little"))

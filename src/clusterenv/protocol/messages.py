@@ -102,6 +102,14 @@ class Output(_Message):
     text: str
 
 
+class StackTrace(_Message):
+    """Where a worker is, as `TraceStack` asked."""
+
+    seat: int
+    worker: int
+    text: str
+
+
 class Beat(_Message):
     """Once in a while, whatever happens: this node is there. Workers' progress: (worker, pid, slot, phase, step)."""
 
@@ -197,6 +205,13 @@ class Kill(_Message):
     worker: int
 
 
+class TraceStack(_Message):
+    """Ask where a worker is that has been in one call for long; answered by `StackTrace`."""
+
+    seat: int
+    worker: int
+
+
 class Offer(_Message):
     """Weights to be pulled before anything that is told after this; `place` is where in memory they go."""
 
@@ -226,5 +241,5 @@ class Leave(_Message):
     seat: int
 
 
-FromNode = Hello | Failed | Answer | Rung | Exited | Output | Beat | Pull | Bye
-FromHead = Welcome | Refused | Host | Rows | Fragments | Start | Tell | Ring | Kill | Offer | Chunk | Leave
+FromNode = Hello | Failed | Answer | Rung | Exited | Output | StackTrace | Beat | Pull | Bye
+FromHead = Welcome | Refused | Host | Rows | Fragments | Start | Tell | Ring | Kill | TraceStack | Offer | Chunk | Leave
