@@ -128,11 +128,8 @@ class Collector:
             self.publish()
             self._start(num_steps)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        side, results = desk.take(deadline, timeout_s)
-        parts = [
-            self._part(worker, side, results.get(worker), self._pool.incarnations(slots))
-            for worker, slots in enumerate(self._pool.slots_of)
-        ]
+        side, taken = desk.take(deadline, timeout_s)
+        parts = [self._part(worker, side, *fragment) for worker, fragment in enumerate(taken)]
         batch = self._batch(parts, num_steps, copy)
         if self._prefetch:
             self.publish()

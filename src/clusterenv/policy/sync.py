@@ -154,6 +154,8 @@ def decide(rule: Rule, standing: Standing) -> Decision:
         if standing.drift is None:
             return Decision(True, "drift not known")
         bound = standing.drift + rule.z * (standing.drift_se or 0.0)
+        if math.isnan(bound):
+            return Decision(True, "drift is not a number")
         if bound <= rule.delta and rule.max_fragments is not None and standing.fragments >= rule.max_fragments:
             text = f"{standing.fragments} fragments with one version, as its drift of {standing.drift:.2g} stays below"
             return Decision(True, f"{text} {rule.delta:.2g}", is_overdue=True)

@@ -87,6 +87,7 @@ class FragmentDesk:
         self._running: set[int] = set()
         self._stale: set[int] = set()  # running, but nobody wants the result any more
         self._done: dict[int, FragmentResult | None] = {}
+        self._incarnations: dict[int, list[int]] = {}  # worker → of its slots when its fragment began
         self._started = False
         self._error: PolicyError | None = None
         self._side = 0
@@ -148,8 +149,13 @@ class FragmentDesk:
         self._waiting = set(range(len(self._host.slots_of)))
         self._begin_ready()
 
-    def take(self, deadline: float | None, timeout_s: float | None) -> tuple[Side, dict[int, FragmentResult | None]]:
-        """All fragments; None for a worker whose fragment was lost and is not run again."""
+    def take(
+        self, deadline: float | None, timeout_s: float | None
+    ) -> tuple[Side, list[tuple[FragmentResult | None, list[int]]]]:
+        """Return, for each worker, its fragment and the incarnations of its slots in it.
+
+        None in place of a fragment that was lost and is not run again.
+        """
         try:
             while self.is_busy:
                 self._begin_ready()
@@ -166,7 +172,8 @@ class FragmentDesk:
             raise
         assert self._arena is not None
         self._started = False
-        return self._arena.sides[self._side], self._done
+        workers = range(len(self._host.slots_of))
+        return self._arena.sides[self._side], [(self._done.get(w), self._incarnations[w]) for w in workers]
 
     # -- streaming --------------------------------------------------------------------------------------------
 
@@ -370,7 +377,7 @@ class FragmentDesk:
         self._known[worker] = (self._epoch, arena_epoch, newest)
 
     def _send(self, worker: int) -> None:
-        self.send(worker, self._num_steps, self._side, self._knobs)
+        self._incarnations[worker] = self.send(worker, self._num_steps, self._side, self._knobs)
         self._running.add(worker)
 
     def send(self, worker: int, num_steps: int, side: int, all_knobs: dict[str, Any]) -> list[int]:
