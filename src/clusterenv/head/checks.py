@@ -51,6 +51,7 @@ def _check(result: FragmentResult, num_steps: int, columns: int, leaves: tuple[L
     _need(_is_int(result.num_steps) and 0 <= result.num_steps <= num_steps, "its number of steps")
     _need(_is_int(result.version), "its version")
     _need(all(isinstance(value, float) and value >= 0 for value in (result.env_s, result.policy_s)), "its times")
+    _need(isinstance(result.not_sent, str) and len(result.not_sent) < 1000, "its infos")
     step_s = result.step_s
     if step_s is not None:
         _need(isinstance(step_s, np.ndarray) and step_s.dtype == np.float32 and step_s.shape == (columns,), "its times")

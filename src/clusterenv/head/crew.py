@@ -363,7 +363,9 @@ class RemoteCrew:
         elif asked.brings == "rows":
             write_rows(self._rows, answer.slots, frames[1])
         reply = self._reply(frames[0], request, worker) if len(frames[0]) else request
-        if asked.brings == "fragment" and isinstance(reply, Reply) and isinstance(reply.result, FragmentResult):
+        if asked.brings == "fragment":
+            if not isinstance(reply, Reply) or not isinstance(reply.result, FragmentResult):
+                raise ProtocolError(f"worker {worker} answered a request for a fragment without its result")
             check_fragment(reply.result, asked.num_steps, len(self._slots_of[worker]), self._rows.layout.obs)
         self._events.append((worker, reply))
 

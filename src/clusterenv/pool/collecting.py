@@ -66,6 +66,7 @@ class Host(Protocol):
     def incarnations(self, slots: list[int]) -> list[int]: ...
     def stickies(self, slots: list[int]) -> tuple[list[list[Sticky]], int]: ...
     def collected(self, slots: list[int], stepped: Any, result: FragmentResult) -> None: ...
+    def info_not_sent(self, worker: int, reason: str) -> None: ...
     def allocate_arena(self, layout: ArenaLayout) -> Any: ...
     def put_weights(
         self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False
@@ -293,6 +294,8 @@ class FragmentDesk:
                 self._error = PolicyError(f"{what}\n{text}", remote_traceback=text)
         if kind != "fragment" or result is None:
             return
+        if result.not_sent:
+            self._host.info_not_sent(worker, result.not_sent)
         assert self._arena is not None
         side = self._side
         if self._stream is not None:

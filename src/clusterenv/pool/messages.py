@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import cloudpickle
 import msgspec
 
-from clusterenv.errors import ProtocolError
+from clusterenv.errors import NotPlainError, ProtocolError
 from clusterenv.policy.named import Named
 from clusterenv.pool.arena import ArenaLayout
 from clusterenv.pool.layout import Layout
@@ -49,6 +49,7 @@ __all__ = [
     "encode_quick",
     "open_request",
     "plain",
+    "with_plain_infos",
 ]
 
 _HEAD = struct.Struct("<IB")
@@ -218,6 +219,8 @@ class FragmentResult(NamedTuple):
     policy_s: float
     step_s: Any = None
     """[K] seconds of a step of each environment, float32; None where none was timed."""
+    not_sent: str = ""
+    """Which info was left out because it is not plain data, and why; "" where none was."""
 
 
 class Evaluate(NamedTuple):
@@ -300,6 +303,27 @@ def encode_plain(message: Any, other: Literal["refuse", "repr"] = "refuse") -> b
     head = _RAW.pack(message.request, getattr(message, "last", True), len(slots))
     body = head + struct.pack(f"<{len(slots)}I", *slots) + body
     return _HEAD.pack(len(body) + 1, _PLAIN) + body
+
+
+def with_plain_infos(result: FragmentResult) -> FragmentResult:
+    """Leave out the infos that are not plain data, and name the first of them."""
+    not_sent: list[str] = []
+
+    def is_plain(key: str, value: Any) -> bool:
+        try:
+            plain().pack({key: value})
+        except NotPlainError as error:
+            not_sent.append(f"info{error}")
+            return False
+        return True
+
+    infos = {key: [entry for entry in entries if is_plain(key, entry[2])] for key, entries in result.infos.items()}
+    infos = {key: entries for key, entries in infos.items() if entries}
+    episodes = [
+        (*episode[:4], {key: value for key, value in episode[4].items() if is_plain(key, value)})
+        for episode in result.episodes
+    ]
+    return result._replace(infos=infos, episodes=episodes, not_sent=not_sent[0] if not_sent else "")
 
 
 @cache

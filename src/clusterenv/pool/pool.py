@@ -491,6 +491,11 @@ class Pool:
             self.buffers.pace_s[slots] = result.step_s
         self._count_steps(result.num_steps)
 
+    def info_not_sent(self, worker: int, reason: str) -> None:
+        """An info of a fragment could not travel; said once, and counted."""
+        level = logging.DEBUG if "info_not_sent" in self.events.counts else logging.WARNING
+        self.events.add(Event("info_not_sent", reason, tuple(self.slots_of[worker]), worker), level=level)
+
     # -- the rest ---------------------------------------------------------------------------------------------
 
     def drain(self) -> None:

@@ -22,7 +22,18 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.errors import NotPlainError
 from clusterenv.pool.dispatch import Dispatcher
-from clusterenv.pool.messages import Close, Fault, FrameReader, Reply, encode, encode_plain, encode_quick, open_request
+from clusterenv.pool.messages import (
+    Close,
+    Fault,
+    FragmentResult,
+    FrameReader,
+    Reply,
+    encode,
+    encode_plain,
+    encode_quick,
+    open_request,
+    with_plain_infos,
+)
 
 __all__ = ["BELL", "PROGRESS_BYTES", "STACK_SIGNAL", "SharedMemory", "run"]
 
@@ -138,6 +149,9 @@ def _for_network(reply: Any, other: Literal["refuse", "repr"]) -> bytes:
     try:
         return encode_plain(reply, other)
     except NotPlainError as error:
+        if isinstance(reply, Reply) and isinstance(reply.result, FragmentResult):
+            # The rows are there and in order; the head must get them, or it would wait for them for ever.
+            return encode_plain(reply._replace(result=with_plain_infos(reply.result)), other)
         # The fault of whatever environment returned it; which one is in the path that the error names.
         slots = reply.slots if isinstance(reply, Reply) else []
         fault = Fault(slots[0] if slots else -1, "step", f"{error}", "", None, 0, 0)
