@@ -24,7 +24,7 @@ from clusterenv.head.head import Head
 from clusterenv.head.offers import Weights
 from clusterenv.head.roster import Seated, Unseated
 from clusterenv.pool.arena import Arena, ArenaLayout
-from clusterenv.pool.crew import Exit, Stack
+from clusterenv.pool.crew import Cause, Exit, Stack
 from clusterenv.pool.layout import Buffers, Layout
 from clusterenv.pool.messages import (
     Built,
@@ -305,9 +305,10 @@ class RemoteCrew:
         for worker in self._workers[seat]:
             if worker in self._running:
                 if change.is_moved:
-                    self._exited(worker, f"leaves node {change.node}: {change.reason}", "", is_moved=True)
+                    self._exited(worker, f"leaves node {change.node}: {change.reason}", "", Cause.MOVED)
                 else:
-                    self._exited(worker, f"was on node {change.node}, which is gone: {change.reason}", "")
+                    reason = f"was on node {change.node}, which is gone: {change.reason}"
+                    self._exited(worker, reason, "", Cause.NODE_LOST)
 
     def _open(self, seat: int, message: Any, frames: list[Any]) -> None:
         if isinstance(message, Rung):
@@ -379,11 +380,11 @@ class RemoteCrew:
             raise ProtocolError(f"an answer of worker {worker} about slots that it does not have")
         return reply
 
-    def _exited(self, worker: int, reason: str, tail: str, is_moved: bool = False) -> None:
+    def _exited(self, worker: int, reason: str, tail: str, cause: Cause = Cause.CRASHED) -> None:
         self._running.discard(worker)
         self._asked = {key: asked for key, asked in self._asked.items() if key[0] != worker}
         self._head.progress.pop(worker, None)
-        self._events.append((worker, Exit(reason, tail, is_moved)))
+        self._events.append((worker, Exit(reason, tail, cause)))
 
     def _print(self, output: Output) -> None:
         slots = self._slots_of[output.worker]

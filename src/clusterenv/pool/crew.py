@@ -7,12 +7,24 @@ crew's business.
 
 from __future__ import annotations
 
+import enum
 from typing import Any, NamedTuple, Protocol
 
 from clusterenv.pool.arena import ArenaLayout
 from clusterenv.pool.layout import Layout
 
-__all__ = ["Crew", "Exit", "Stack"]
+__all__ = ["Cause", "Crew", "Exit", "Stack"]
+
+
+class Cause(enum.Enum):
+    """Why a worker is gone. Only a crash is its own fault: it may raise, and counts towards a crash loop."""
+
+    CRASHED = "crashed"
+    """It ended by itself, or hung and was killed."""
+    NODE_LOST = "node lost"
+    """Its machine is gone, or cannot be reached."""
+    MOVED = "moved"
+    """On purpose: its slots go on elsewhere."""
 
 
 class Exit(NamedTuple):
@@ -20,8 +32,7 @@ class Exit(NamedTuple):
 
     reason: str
     tail: str
-    is_moved: bool = False
-    """On purpose: it goes on elsewhere, and does not count as a failure."""
+    cause: Cause = Cause.CRASHED
 
 
 class Stack(NamedTuple):

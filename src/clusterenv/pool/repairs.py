@@ -16,7 +16,7 @@ from clusterenv.code import missing_package
 from clusterenv.errors import ClusterEnvError, CrashLoopError, EnvError, WorkerLostError
 from clusterenv.events import Event, EventLog
 from clusterenv.pool.collecting import FragmentDesk
-from clusterenv.pool.crew import Crew, Exit
+from clusterenv.pool.crew import Cause, Crew, Exit
 from clusterenv.pool.delivery import Delivery
 from clusterenv.pool.group import PHASES
 from clusterenv.pool.lives import Lives
@@ -104,7 +104,7 @@ class Repairs:
         at_fault = slot if asked and slot in slots else None
         place = f" in {PHASES[phase]}() of slot {slot}"
         event = Event(
-            "worker_moved" if exit.is_moved else "worker_lost",
+            "worker_moved" if exit.cause is Cause.MOVED else "worker_lost",
             reason + (place if at_fault is not None else ""),
             tuple(slots),
             worker,
@@ -114,17 +114,18 @@ class Repairs:
             None,
             exit.tail,
         )
-        self._host.events.add(event, level=logging.INFO if exit.is_moved else logging.WARNING)
+        self._host.events.add(event, level=logging.INFO if exit.cause is Cause.MOVED else logging.WARNING)
         now = time.monotonic()
         self._losses.worker_gone(worker, slots, now)  # whatever is raised below, a later reset() finds the worker
-        (self._host.desk.moved if exit.is_moved else self._host.desk.lost)(worker)
+        (self._host.desk.moved if exit.cause is Cause.MOVED else self._host.desk.lost)(worker)
         until, error = now, None
-        if at_fault is not None and not exit.is_moved and not rows.proven[at_fault]:
+        has_crashed = exit.cause is Cause.CRASHED
+        if at_fault is not None and has_crashed and not rows.proven[at_fault]:
             self._give_up(at_fault)
             error = WorkerLostError(
                 f"{reason}{place}, before its first successful step{last_words(exit.tail)}", slots=tuple(slots)
             )
-        elif not exit.is_moved:
+        elif has_crashed:
             until = self._book.failed(f"worker {worker} (slots {slots[0]}-{slots[-1]})", reason, now)
         self._losses.respawn[worker] = until
         collecting = "fragment" in asked
