@@ -46,6 +46,7 @@ from clusterenv.protocol.messages import (
     Tell,
     TraceStack,
     Welcome,
+    Withdrawn,
 )
 from clusterenv.seat import Seat
 from clusterenv.transport.keys import Joining, KeyPair
@@ -247,6 +248,8 @@ class Agent:
             seat.chunk(message, frames[0])
         elif isinstance(message, Offer):
             seat.offer(message)
+        elif isinstance(message, Withdrawn):
+            seat.withdrawn(message.offer)
         elif isinstance(message, Start):
             seat.start(message.worker)
         elif isinstance(message, Kill):

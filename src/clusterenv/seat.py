@@ -149,6 +149,15 @@ class Seat:
         if pulling.got >= pulling.offer.size:
             self._arrived(pulling)
 
+    def withdrawn(self, offer: int) -> None:
+        """Go on without these weights."""
+        self._waiting = deque(
+            entry for entry in self._waiting if not isinstance(entry[0], Offer) or entry[0].offer != offer
+        )
+        if self._pulling is not None and self._pulling.offer.offer == offer:
+            self._pulling = None
+            self._go_on()
+
     def _ask(self, pulling: _Pulling) -> None:
         left, on_its_way = pulling.offer.size - pulling.asked, pulling.asked - pulling.got
         if left and on_its_way <= _WINDOW // 2:
@@ -185,6 +194,8 @@ class Seat:
         return True
 
     def tell(self, tell: Tell, frames: list[Any]) -> None:
+        if not self._crew.is_running(self._local[tell.worker]):
+            return  # for one that has ended, which the head did not know yet: its replacement is told anew
         self._waiting.append((tell, frames))
         self._go_on()
 
@@ -234,6 +245,9 @@ class Seat:
             if isinstance(message, Exit):
                 self._flush_ring()
                 self._tickets = {key: ticket for key, ticket in self._tickets.items() if key[0] != worker}
+                self._waiting = deque(
+                    entry for entry in self._waiting if not isinstance(entry[0], Tell) or entry[0].worker != worker
+                )
                 self._send(Exited(self.number, worker, message.reason, message.tail), ())
             elif isinstance(message, Stack):
                 self._send(StackTrace(self.number, worker, message.text), ())

@@ -36,7 +36,7 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
@@ -235,6 +235,13 @@ class Chunk(_Message):
     at: int
 
 
+class Withdrawn(_Message):
+    """These weights cannot be pulled any more: newer ones have taken their place, and nobody waits for them."""
+
+    seat: int
+    offer: int
+
+
 class Leave(_Message):
     """Give the seat up, or (-1) all of them: the run is over."""
 
@@ -242,4 +249,19 @@ class Leave(_Message):
 
 
 FromNode = Hello | Failed | Answer | Rung | Exited | Output | StackTrace | Beat | Pull | Bye
-FromHead = Welcome | Refused | Host | Rows | Fragments | Start | Tell | Ring | Kill | TraceStack | Offer | Chunk | Leave
+FromHead = (
+    Welcome
+    | Refused
+    | Host
+    | Rows
+    | Fragments
+    | Start
+    | Tell
+    | Ring
+    | Kill
+    | TraceStack
+    | Offer
+    | Chunk
+    | Withdrawn
+    | Leave
+)
