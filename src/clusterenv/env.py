@@ -429,21 +429,18 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         if rows.lost:
             n = len(rows.slots)
             everyone = np.ones(n, dtype=np.bool_)
-            lost = list(rows.lost)
-            valid, gone = everyone.copy(), np.zeros(n, dtype=np.bool_)
-            valid[lost] = False
-            gone[lost] = True
+            valid, with_worker = everyone.copy(), np.zeros(n, dtype=np.bool_)
             reasons = np.full(n, None, dtype=object)
-            for row, reason in rows.lost.items():
-                reasons[row] = reason
+            for row, loss in rows.lost.items():
+                valid[row], with_worker[row], reasons[row] = False, loss.with_worker, loss.reason
             infos = {
                 **infos,
                 "transition_valid": valid,
                 "_transition_valid": everyone,
-                "worker_lost": gone,
+                "worker_lost": with_worker,
                 "_worker_lost": everyone.copy(),
                 "loss_reason": reasons,
-                "_loss_reason": gone.copy(),
+                "_loss_reason": ~valid,
             }
         return rows.obs, rows.rewards, rows.terminations, rows.truncations, infos
 

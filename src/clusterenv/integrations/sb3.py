@@ -54,8 +54,9 @@ def make_sb3(env: Any, num_envs: int | None = None, *, monitor: bool = True, **k
 class SB3VecEnv(VecEnv):
     """An SB3 `VecEnv` over any Gymnasium `VectorEnv` in `SAME_STEP` autoreset.
 
-    Where a worker was lost, the step's info has `transition_valid=False`, and `terminal_observation` is the
-    last observation that arrived: SB3 bootstraps there, as at a time limit, and never joins two episodes.
+    Where an environment or its worker was lost, the step's info has `transition_valid=False`, and
+    `terminal_observation` is the last observation that arrived: SB3 bootstraps there, as at a time limit, and never
+    joins two episodes.
 
     >>> envs = SB3VecEnv(ClusterEnv("CartPole-v1", 2, autoreset_mode=AutoresetMode.SAME_STEP))
     >>> envs.num_envs
@@ -169,7 +170,7 @@ class SB3VecEnv(VecEnv):
 
 
 class _WholeEpisodesMonitor(VecMonitor):
-    """SB3's `VecMonitor`, less the episodes that a lost worker cut off."""
+    """SB3's `VecMonitor`, less the episodes that were lost with an environment or a worker."""
 
     def step_wait(self) -> tuple[Any, Any, Any, list[dict[str, Any]]]:
         obs, rewards, dones, infos = super().step_wait()

@@ -10,6 +10,7 @@ from gymnasium import Space
 from clusterenv import infos as info_columns
 from clusterenv.infos import Columns
 from clusterenv.pool.layout import Buffers, assemble, flatten
+from clusterenv.pool.losses import Loss
 from clusterenv.pool.messages import Reply
 
 __all__ = ["Delivery", "Rows"]
@@ -24,8 +25,8 @@ class Rows(NamedTuple):
     terminations: Any
     truncations: Any
     infos: dict[str, Any]
-    lost: dict[int, str]
-    """Rows whose episode was lost, by row number, with the reason."""
+    lost: dict[int, Loss]
+    """Rows whose episode was lost, by row number."""
 
 
 class Delivery:
@@ -44,7 +45,7 @@ class Delivery:
         self.resetting: dict[int, tuple[int | None, Any]] = {}  # awaited resets: seed, options
         self._columns: list[Columns] = []
         self._objects: list[list[Any]] = [[] for _ in range(num_envs)]
-        self._lost_rows: dict[int, str] = {}  # told in the coming delivery
+        self._lost_rows: dict[int, Loss] = {}  # told in the coming delivery
         self._side: int | None = 0  # which side was delivered last, if it is the same for all
         # What is known of each slot's episode.
         self.started = np.zeros(num_envs, dtype=np.bool_)
@@ -77,10 +78,10 @@ class Delivery:
         for slot, objects in reply.objects or ():
             self._objects[slot] = objects
 
-    def tell_loss(self, slot: int, reason: str) -> None:
+    def tell_loss(self, slot: int, loss: Loss) -> None:
         """Make the row that says: this episode was lost. Its observation is the last one delivered."""
         buffers = self.buffers
-        self._lost_rows[slot] = reason
+        self._lost_rows[slot] = loss
         for array in buffers.obs:
             if array is not None:
                 side = buffers.side[slot]
@@ -90,7 +91,7 @@ class Delivery:
         buffers.truncated[slot] = True
         self.mark_ready([slot])
 
-    def begin_again(self, slot: int, columns: Columns, lost: str | None) -> None:
+    def begin_again(self, slot: int, columns: Columns, lost: Loss | None) -> None:
         """The first row of a new incarnation becomes the row that the user awaits; SAME_STEP: it tells the loss too."""
         if lost is not None:
             last = self.peek_obs(np.array([slot]))
@@ -142,7 +143,7 @@ class Delivery:
             self._all_proven = True
         return obs, buffers.reward.copy(), terminations, truncations, infos
 
-    def rows(self, copy: bool) -> tuple[Rows, dict[int, str]]:
+    def rows(self, copy: bool) -> tuple[Rows, dict[int, Loss]]:
         """Every row that is ready, ascending by slot; and which slots' losses it tells."""
         ready, buffers = self.ready, self.buffers
         everyone = self.ready_count == self.num_envs
@@ -151,7 +152,7 @@ class Delivery:
         lost = {}
         if self._lost_rows or self._columns:
             row_of = {int(slot): i for i, slot in enumerate(slots)}
-            lost = {row_of[slot]: reason for slot, reason in self._lost_rows.items()}
+            lost = {row_of[slot]: loss for slot, loss in self._lost_rows.items()}
             if everyone:
                 infos = info_columns.batch(self._columns, self.num_envs)
             else:

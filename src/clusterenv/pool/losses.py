@@ -12,7 +12,15 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.infos import Columns
 
-__all__ = ["Losses", "Seen"]
+__all__ = ["Loss", "Losses", "Seen"]
+
+
+class Loss(NamedTuple):
+    """Why an episode was lost, as `infos` says it."""
+
+    reason: str
+    with_worker: bool
+    """Its worker process ended; False: the environment itself failed."""
 
 
 class Seen(NamedTuple):
@@ -33,7 +41,7 @@ class Losses:
     def __init__(self, mode: AutoresetMode) -> None:
         self.mode = mode
         self.gone: dict[int, float] = {}  # since when
-        self.lost: dict[int, str] = {}  # why; not told yet
+        self.lost: dict[int, Loss] = {}  # not told yet
         self.held: dict[int, Columns] = {}
         self.rebuilding: set[int] = set()  # asked of a worker, not answered yet
         self.respawn: dict[int, float] = {}  # workers to start again, and when
@@ -61,7 +69,7 @@ class Losses:
             self.rebuilding.discard(slot)
         self.respawn[worker] = now_s
 
-    def settle(self, slot: int, reason: str, until_s: float, now_s: float, seen: Seen) -> bool:
+    def settle(self, slot: int, loss: Loss, until_s: float, now_s: float, seen: Seen) -> bool:
         """Decide what the user sees of a slot that was just lost, and when it comes back.
 
         True: the row that he awaits is to say that the episode was lost.
@@ -72,7 +80,7 @@ class Losses:
         if seen.ready:
             # Its row arrived whole before the loss, and is delivered; what follows it is lost.
             if not seen.ready_ends:
-                self.lost[slot] = reason
+                self.lost[slot] = loss
             elif self.mode is AutoresetMode.NEXT_STEP:
                 self._due[slot] = until_s
             return False
@@ -80,7 +88,7 @@ class Losses:
         if seen.resetting or was_held or (between and seen.started):
             self._due[slot] = until_s
         elif seen.started:
-            self.lost[slot] = reason
+            self.lost[slot] = loss
             if seen.awaited:
                 if self.mode is not AutoresetMode.SAME_STEP:
                     return True

@@ -19,7 +19,7 @@ from clusterenv.pool.crew import Crew, Exit
 from clusterenv.pool.delivery import Delivery
 from clusterenv.pool.group import PHASES
 from clusterenv.pool.lives import Lives
-from clusterenv.pool.losses import Losses, Seen
+from clusterenv.pool.losses import Loss, Losses, Seen
 from clusterenv.pool.messages import Build, Fault, Rebuild
 from clusterenv.pool.watch import HangWatch
 from clusterenv.recovery import Recovery, RestartBook
@@ -78,7 +78,7 @@ class Repairs:
             rows.started[slot] = False
             raise env_error(fault)
         until = self._book.failed(f"slot {slot}", f"{fault.phase}: {fault.error}", time.monotonic())
-        self._settle(slot, fault.error, until, collecting)
+        self._settle(slot, Loss(fault.error, False), until, collecting)
 
     def worker_gone(self, worker: int, exit: Exit, asked: set[str]) -> None:
         """`asked`: the kinds of what it had to do."""
@@ -114,9 +114,9 @@ class Repairs:
         self._losses.respawn[worker] = until
         collecting = "fragment" in asked
         for its in slots:
-            self._settle(its, reason, until, collecting)
+            self._settle(its, Loss(reason, True), until, collecting)
 
-    def _settle(self, slot: int, reason: str, until: float, collecting: bool) -> None:
+    def _settle(self, slot: int, loss: Loss, until: float, collecting: bool) -> None:
         rows = self._host.rows
         buffers = rows.buffers
         if collecting:
@@ -130,7 +130,7 @@ class Repairs:
             ready=bool(rows.ready[slot]),
             ready_ends=bool(buffers.terminated[slot] or buffers.truncated[slot]),
         )
-        if self._losses.settle(slot, reason, until, time.monotonic(), seen):
+        if self._losses.settle(slot, loss, until, time.monotonic(), seen):
             rows.tell_loss(slot, self._losses.lost.pop(slot))
 
     def rebuilt(self, slot: int, columns: info_columns.Columns) -> None:
