@@ -6,7 +6,7 @@ from clusterenv._version import __version__
 from clusterenv.backends import Kubernetes, Local, Manual, Ray, Slurm
 from clusterenv.batch import Rollout
 from clusterenv.collector import Collector
-from clusterenv.env import ClusterEnv, make_vec
+from clusterenv.env import ClusterEnv
 from clusterenv.errors import (
     ActionError,
     ClosedError,
@@ -24,6 +24,7 @@ from clusterenv.errors import (
     WorkerLostError,
 )
 from clusterenv.events import Event
+from clusterenv.making import make_vec
 from clusterenv.policy.numpy import NumpyPolicy, RandomPolicy
 from clusterenv.policy.sync import APS, Always, Every, Never
 from clusterenv.recovery import Recovery

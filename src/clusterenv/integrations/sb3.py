@@ -136,19 +136,23 @@ class SB3VecEnv(VecEnv):
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
         if attr_name == "render_mode":  # SB3 asks before anything else; a remote answer would cost a round trip
             values: Sequence[Any] = [self.envs.render_mode] * self.num_envs
+        elif indices is not None and isinstance(self.envs, ClusterEnv):
+            return list(self.envs.get_attr(attr_name, list(self._get_indices(indices))))
         else:
             values = self.envs.get_attr(attr_name)
         return [values[i] for i in self._get_indices(indices)]
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
-        chosen = set(self._get_indices(indices))
+        chosen = sorted(set(self._get_indices(indices)))
         if len(chosen) == self.num_envs:
-            values = [value] * self.num_envs
-        else:
+            self.envs.set_attr(attr_name, [value] * self.num_envs)
+        elif isinstance(self.envs, ClusterEnv):
+            self.envs.set_attr(attr_name, [value] * len(chosen), chosen)
+        else:  # other vector environments set all: the rest keep what they have
             values = list(self.get_attr(attr_name))
             for i in chosen:
                 values[i] = value
-        self.envs.set_attr(attr_name, values)
+            self.envs.set_attr(attr_name, values)
 
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any

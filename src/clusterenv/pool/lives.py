@@ -32,8 +32,8 @@ class Lives:
         for stickies in self.stickies:
             stickies.append(Sticky(name, args, kwargs, True))
 
-    def remember_attribute(self, name: str, values: list[Any]) -> None:
-        for slot, value in enumerate(values):
+    def remember_attribute(self, name: str, values: dict[int, Any]) -> None:
+        for slot, value in values.items():
             kept = [sticky for sticky in self.stickies[slot] if sticky.is_call or sticky.name != name]
             self.stickies[slot] = [*kept, Sticky(name, (value,), {}, False)]
 
