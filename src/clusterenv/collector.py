@@ -34,6 +34,7 @@ from clusterenv.policy.sync import APS, Always, Rule
 from clusterenv.pool import Pool
 from clusterenv.pool.arena import Side
 from clusterenv.pool.collecting import Attached
+from clusterenv.pool.key_watch import KeyWatch
 from clusterenv.pool.messages import FragmentResult
 from clusterenv.pool.streaming import FragmentStream, Item
 from clusterenv.tally import Tally
@@ -99,6 +100,8 @@ class Collector:
             codec = "auto" if envs.is_remote and isinstance(rule, APS) else "fp32"
         self._exchange = Exchange(self._policy, recipe, prepared.family, rule, max(self._pool.node_of) + 1, codec)
         self._is_recurrent = prepared.is_recurrent
+        in_obs = prepared.mask in getattr(envs.single_observation_space, "spaces", {})
+        self._watch = KeyWatch(None if in_obs else prepared.mask, ())  # of `step(agent)`; fragments have their own
         self._sample_every: int | None = None  # of its own; for experiments
         self._was_overdue = False
         workers = len(self._pool.slots_of)
@@ -245,6 +248,15 @@ class Collector:
         self.publish()
         self._offer_all()
         return self._policy.knobs()
+
+    def look_at(self, infos: Mapping[str, Any], ended: bool) -> None:
+        """Take note of the infos of one `step(agent)`: a mask that never comes is worth a warning there too."""
+        if self._watch:
+            names = {*infos, *infos.get("final_info", ())}
+            self._watch.stepped({name: None for name in names if not (name[0] == "_" and name[1:] in names)})
+            missing = self._watch.episode_ended() if ended else None
+            if missing is not None:
+                self._pool.desk.tell_missing(missing, list(range(self._pool.num_envs)))
 
     def publish(self) -> int:
         """The agent's weights, if they changed, are the newest version from now on; returns its number.

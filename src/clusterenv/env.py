@@ -191,6 +191,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         except PolicyError:
             self._stepping = pool.give_up_step()  # where nobody stepped, the same step can be tried again
             raise
+        ended = (terminations | truncations) & infos.get("transition_valid", True)
+        collector.look_at(infos, bool(ended.any()))
         return obs, rewards, terminations, truncations, {**infos, **_acted_infos(pool.acted, self.num_envs)}
 
     def _collect_step(self) -> StepResult:

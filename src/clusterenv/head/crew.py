@@ -18,7 +18,7 @@ from gymnasium.vector import AutoresetMode
 from clusterenv.code import missing_package
 from clusterenv.errors import ProtocolError, SpecError, UsageError
 from clusterenv.events import emit_output
-from clusterenv.head.checks import check_fragment
+from clusterenv.head.checks import check_fragment, check_missing
 from clusterenv.head.head import Head
 from clusterenv.head.offers import Weights
 from clusterenv.head.roster import Seated, Unseated
@@ -360,6 +360,7 @@ class RemoteCrew:
         reply = self._reply(frames[0], request, worker) if len(frames[0]) else request
         if asked.brings == "fragment" and isinstance(reply, Reply) and isinstance(reply.result, FragmentResult):
             check_fragment(reply.result, asked.num_steps, len(self._slots_of[worker]), self._rows.layout.obs)
+            check_missing(reply.infos)
         self._events.append((worker, reply))
 
     def _reply(self, body: Any, request: int, worker: int) -> Any:
