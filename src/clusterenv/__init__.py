@@ -1,6 +1,7 @@
 """ClusterEnv: Gymnasium environments on a cluster, while the learner stays yours."""
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 from clusterenv._version import __version__
 from clusterenv.backends import Kubernetes, Local, Manual, Ray, Slurm
@@ -29,6 +30,9 @@ from clusterenv.policy.numpy import NumpyPolicy, RandomPolicy
 from clusterenv.policy.sync import APS, Always, Every, Never
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Vector
+
+if TYPE_CHECKING:  # torch is imported by those who use it: __getattr__ below
+    from clusterenv.policy.torch import TorchPolicy
 
 __all__ = [
     "ClusterEnv",
@@ -68,9 +72,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "TorchPolicy":  # torch is imported by those who use it
-        from clusterenv.policy.torch import TorchPolicy
+if not TYPE_CHECKING:  # or a type checker would take any name for one of ours
 
-        return TorchPolicy
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name == "TorchPolicy":
+            from clusterenv.policy.torch import TorchPolicy
+
+            return TorchPolicy
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
