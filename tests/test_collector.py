@@ -482,7 +482,7 @@ def test_evaluate_agrees_with_a_plain_loop_and_leaves_training_alone():
 def test_evaluate_brings_frames_back(tmp_path):
     with ce.ClusterEnv("CartPole-v1", 2, backend=ce.Local(workers=1)) as envs:
         collector = envs.collector(constant_cartpole())
-        with pytest.raises(ce.UsageError, match="record=3"):
+        with pytest.raises(ce.SpecError, match="record=3"):
             collector.evaluate(episodes=2, record=3)
         result = collector.evaluate(episodes=3, record=2)
         assert [len(frames) for frames in result.frames] == (result.lengths[:2] + 1).tolist()

@@ -73,7 +73,8 @@ def test_fault_costs_only_the_slots_concerned(tmp_path, what, mode):
     assert not terminations.any()
     assert truncations.tolist() == [slot in hit for slot in range(N)]
     assert infos["transition_valid"].tolist() == [slot not in hit for slot in range(N)]
-    assert infos["worker_lost"].tolist() == [slot in hit for slot in range(N)]
+    ends_worker = what in ("kill", "segfault", "hang", "hang_with_gil")
+    assert infos["worker_lost"].tolist() == [ends_worker and slot in hit for slot in range(N)]
     assert reason in infos["loss_reason"][1] and infos["loss_reason"][3] is None
     assert obs[spared, 3].tolist() == [3.0] * len(spared), "siblings go on in their episode"
 

@@ -97,7 +97,7 @@ def test_every_value_is_quoted():
     ("options", "message"),
     [
         ({"partition": "a\nb"}, "line break"),
-        ({"setup": "module load"}, "list of shell lines"),
+        ({"setup": "module load"}, "expected a list of strings"),
         ({"mode": "magic"}, "srun"),
         ({"nodes": 0}, "1 or more"),
         ({"min_nodes": 3}, "between 1 and nodes=2"),

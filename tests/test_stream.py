@@ -174,7 +174,7 @@ def test_misuse_is_named():
     with ledger(4, 2) as envs:
         collector = envs.collector(constant(), seed=1)
         for wrong, match in (({"num_steps": 0}, "num_steps=0"), ({"num_steps": 1, "min_envs": 9}, "min_envs=9")):
-            with pytest.raises(ce.UsageError, match=match):
+            with pytest.raises(ce.SpecError, match=match):
                 collector.stream(**wrong)
         stream = collector.stream(5)
         next(stream)

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from gymnasium import Space
 
+from clusterenv.arguments import expect, fits, refused
 from clusterenv.assembly import Part, put_together, size_of
 from clusterenv.batch import Evaluation, Receipt, Rollout, map_arrays
 from clusterenv.code import dumps
@@ -33,6 +34,7 @@ from clusterenv.policy.sync import APS, Always, Rule
 from clusterenv.pool import Pool
 from clusterenv.pool.arena import Side
 from clusterenv.pool.collecting import Attached
+from clusterenv.pool.key_watch import KeyWatch
 from clusterenv.pool.messages import FragmentResult
 from clusterenv.pool.streaming import FragmentStream, Item
 from clusterenv.tally import Tally
@@ -72,8 +74,11 @@ class Collector:
         prefetch: bool = False,
         codec: Codec | None = None,
     ) -> None:
-        if on_loss not in ("rerun", "mask"):
-            raise UsageError(f'collector(on_loss={on_loss!r}): choose "rerun" or "mask"')
+        expect("collector", "info_keys", info_keys, Sequence[str])
+        expect("collector", "seed", seed, int | None, least=0)
+        expect("collector", "on_loss", on_loss, Literal["rerun", "mask"])
+        expect("collector", "prefetch", prefetch, bool)
+        seed = None if seed is None else int(seed)
         self._envs = envs
         self._pool = envs.pool
         self.seed = seed
@@ -95,6 +100,8 @@ class Collector:
             codec = "auto" if envs.is_remote and isinstance(rule, APS) else "fp32"
         self._exchange = Exchange(self._policy, recipe, prepared.family, rule, max(self._pool.node_of) + 1, codec)
         self._is_recurrent = prepared.is_recurrent
+        in_obs = prepared.mask in getattr(envs.single_observation_space, "spaces", {})
+        self._watch = KeyWatch(None if in_obs else prepared.mask, ())  # of `step(agent)`; fragments have their own
         self._sample_every: int | None = None  # of its own; for experiments
         self._was_overdue = False
         workers = len(self._pool.slots_of)
@@ -112,8 +119,9 @@ class Collector:
             timeout_s: raise `DeadlineError` after this time; the next call goes on waiting for the same fragment.
             copy: False returns views of shared memory, valid until the rollout after the next.
         """
-        if num_steps < 1:
-            raise UsageError(f"rollout(num_steps={num_steps}): expected 1 or more")
+        expect("rollout", "num_steps", num_steps, int, least=1)
+        expect("rollout", "timeout_s", timeout_s, float | None, least=0)
+        expect("rollout", "copy", copy, bool)
         self._envs.ready_to_collect(self)
         begin = time.perf_counter()
         desk = self._pool.desk
@@ -157,12 +165,13 @@ class Collector:
             queue: how many fragments a worker runs ahead. More smooths, and makes the data older.
             timeout_s: raise `DeadlineError` when nothing arrives for so long.
         """
-        if num_steps < 1 or queue < 1:
-            raise UsageError(f"stream(num_steps={num_steps}, queue={queue}): expected 1 or more")
+        expect("stream", "num_steps", num_steps, int, least=1)
+        expect("stream", "queue", queue, int, least=1)
+        expect("stream", "min_envs", min_envs, int | None)
         if min_envs is not None and not 1 <= min_envs <= self._pool.num_envs:
-            raise UsageError(f"stream(min_envs={min_envs}): expected 1 to {self._pool.num_envs}")
-        if max_staleness is not None and max_staleness < 0:
-            raise UsageError(f"stream(max_staleness={max_staleness}): expected 0 or more")
+            raise refused("stream", "min_envs", min_envs, f"1 to {self._pool.num_envs}, or None")
+        expect("stream", "max_staleness", max_staleness, int | None, least=0)
+        expect("stream", "timeout_s", timeout_s, float | None, least=0)
         return self._stream(num_steps, min_envs or 1, max_staleness, queue, timeout_s)
 
     def _stream(
@@ -236,6 +245,15 @@ class Collector:
         self.publish()
         self._offer_all()
         return self._policy.knobs()
+
+    def look_at(self, infos: Mapping[str, Any], ended: bool) -> None:
+        """Take note of the infos of one `step(agent)`: a mask that never comes is worth a warning there too."""
+        if self._watch:
+            names = {*infos, *infos.get("final_info", ())}
+            self._watch.stepped({name: None for name in names if not (name[0] == "_" and name[1:] in names)})
+            missing = self._watch.episode_ended() if ended else None
+            if missing is not None:
+                self._pool.desk.tell_missing(missing, list(range(self._pool.num_envs)))
 
     def publish(self) -> int:
         """The agent's weights, if they changed, are the newest version from now on; returns its number.
@@ -367,8 +385,14 @@ class Collector:
             agent: another agent of the same shape; None: the attached one, as it is now.
             record: bring the frames of so many episodes back; see `Evaluation.save_gif`.
         """
-        if episodes < 1 or not 0 <= record <= episodes:
-            raise UsageError(f"evaluate(episodes={episodes}, record={record}): expected episodes >= record >= 0")
+        if fits(agent, int):
+            raise refused("evaluate", "agent", agent, "an agent or None", f"write evaluate(episodes={agent})")
+        expect("evaluate", "episodes", episodes, int, least=1)
+        expect("evaluate", "deterministic", deterministic, bool)
+        expect("evaluate", "seed", seed, int, least=0)
+        expect("evaluate", "record", record, int, least=0)
+        if record > episodes:
+            raise refused("evaluate", "record", record, f"at most episodes={episodes}")
         self._envs.ready_to_collect(self)
         if deterministic and isinstance(self._attached.family, Uniform):
             raise PolicyError("a random policy has no greedy action: evaluate(deterministic=False)")

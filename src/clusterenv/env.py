@@ -18,8 +18,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from clusterenv.actions import ActionReader
+from clusterenv.arguments import closest, expect, refused
 from clusterenv.backends import Local
-from clusterenv.backends.base import Backend
+from clusterenv.backends.base import Backend, check_backend
 from clusterenv.collector import Collector
 from clusterenv.errors import ClosedError, PolicyError, SpecError, UsageError, WorkerLostError
 from clusterenv.events import Event, EventLog
@@ -31,7 +32,7 @@ from clusterenv.pool.pool import Pool, Rows
 from clusterenv.recovery import Recovery
 from clusterenv.spec import blueprint
 
-__all__ = ["ClusterEnv", "make_vec"]
+__all__ = ["ClusterEnv"]
 
 StepResult = tuple[Any, Any, Any, Any, dict[str, Any]]
 
@@ -72,6 +73,9 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         copy: bool = True,
     ) -> None:
         backend = Local() if backend is None else backend
+        check_backend(backend)
+        expect("ClusterEnv", "recovery", recovery, Recovery | None)
+        expect("ClusterEnv", "copy", copy, bool)
         plan = blueprint(env, num_envs, env_kwargs, by_value=backend.is_remote, allow_pickle=backend.allow_pickle)
         mode = _autoreset_mode(autoreset_mode)
         if mode is None and not plan.is_vector:
@@ -111,6 +115,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         An int seeds slot i with `seed + i`; a list gives each slot its own. Rows still under way are given up.
         """
         self._refuse_closed("reset")
+        expect("reset", "options", options, Mapping[Any, Any] | None)
         seeds, bases = self._seeds(seed)
         mask = None
         if options is not None and "reset_mask" in options:
@@ -186,6 +191,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         except PolicyError:
             self._stepping = pool.give_up_step()  # where nobody stepped, the same step can be tried again
             raise
+        ended = (terminations | truncations) & infos.get("transition_valid", True)
+        collector.look_at(infos, bool(ended.any()))
         return obs, rewards, terminations, truncations, {**infos, **_acted_infos(pool.acted, self.num_envs)}
 
     def _collect_step(self) -> StepResult:
@@ -211,26 +218,38 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         """
         self._refuse_closed("call")
         self._refuse_in_flight("call")
-        if self._goes_on and not self._was_reset:
-            raise UsageError(
-                f"call({name!r}) after load_state_dict(): the environments begin anew with the next reset(), "
-                "with the attributes of the loaded state; call reset() first"
-            )
+        self._refuse_loaded("call", name)
         return tuple(self._pool.call(name, args, kwargs, sticky=sticky))
 
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Read an attribute of every environment."""
-        return self.call(name)
+    def get_attr(self, name: str, slots: Sequence[int] | None = None) -> tuple[Any, ...]:
+        """Read an attribute of every environment, or of those of `slots`, in that order."""
+        if slots is None:
+            return self.call(name)
+        self._refuse_closed("get_attr")
+        self._refuse_in_flight("get_attr")
+        self._refuse_loaded("get_attr", name)
+        chosen = self._some(slots, "get_attr")
+        values = dict(zip(sorted(chosen), self._pool.call(name, (), {}, slots=sorted(chosen)), strict=True))
+        return tuple(values[slot] for slot in chosen)
 
-    def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | Any) -> None:
-        """Set an attribute: one value for all, or a list with one each. Later incarnations get it too."""
+    def set_attr(
+        self, name: str, values: list[Any] | tuple[Any, ...] | Any, slots: Sequence[int] | None = None
+    ) -> None:
+        """Set an attribute: one value for all, or a list with one each. Later incarnations get it too.
+
+        With `slots`, only those environments are touched.
+        """
         self._refuse_closed("set_attr")
         self._refuse_in_flight("set_attr")
+        expect("set_attr", "name", name, str)
+        chosen = list(range(self.num_envs)) if slots is None else self._some(slots, "set_attr")
         if not isinstance(values, (list, tuple)):
-            values = [values] * self.num_envs
-        if len(values) != self.num_envs:
-            raise SpecError(f"set_attr: {len(values)} values for {self.num_envs} environments")
-        self._pool.set_attr(name, list(values))
+            values = [values] * len(chosen)
+        if len(values) != len(chosen):
+            raise SpecError(
+                f"set_attr({name!r}): {len(values)} values for {len(chosen)} environments; pass one, or one for each"
+            )
+        self._pool.set_attr(name, dict(zip(chosen, values, strict=True)))
 
     def scale(self, nodes: int) -> None:
         """Run on so many nodes from now on, up to the backend's `max_nodes`. `num_envs` stays.
@@ -240,6 +259,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         goes when its last slot has moved.
         """
         self._refuse_closed("scale")
+        expect("scale", "nodes", nodes, int, least=1)
         self._pool.scale(nodes)
 
     def close_extras(self, **kwargs: Any) -> None:
@@ -276,7 +296,11 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             chosen = None
             busy = bool(self._pool.awaited.any())
         else:
-            chosen = [operator.index(slot) for slot in slots]
+            try:
+                chosen = [operator.index(slot) for slot in slots]
+            except TypeError:
+                hint = "write np.flatnonzero(mask)" if getattr(slots, "dtype", None) == np.bool_ else ""
+                raise refused("send", "slots", slots, "a list of whole numbers", hint) from None
             if not chosen:
                 raise UsageError("send(): slots is empty")
             if len(set(chosen)) != len(chosen) or min(chosen) < 0 or max(chosen) >= self.num_envs:
@@ -291,6 +315,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
     def recv(self, min_envs: int | None = None, timeout_s: float | None = None) -> StepResult:
         """Rows of at least `min_envs` slots (None: all in flight), ascending by slot; `infos["slot"]` names them."""
         self._refuse_unready("recv")
+        expect("recv", "min_envs", min_envs, int | None)
+        expect("recv", "timeout_s", timeout_s, float | None, least=0)
         in_flight = int(self._pool.awaited.sum())
         if in_flight == 0:
             raise UsageError("recv(): nothing is in flight; send() first")
@@ -377,6 +403,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         """Go on from `state_dict()` of an earlier run; the next `reset()` or `rollout()` begins new episodes."""
         self._refuse_closed("load_state_dict")
         self._refuse_in_flight("load_state_dict")
+        expect("load_state_dict", "state", state, Mapping[str, Any], hint="pass what state_dict() returned")
         if state.get("format") != 1:
             raise SpecError(f"load_state_dict: format {state.get('format')!r} is not known to this version")
         if state["num_envs"] != self.num_envs:
@@ -434,21 +461,18 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         if rows.lost:
             n = len(rows.slots)
             everyone = np.ones(n, dtype=np.bool_)
-            lost = list(rows.lost)
-            valid, gone = everyone.copy(), np.zeros(n, dtype=np.bool_)
-            valid[lost] = False
-            gone[lost] = True
+            valid, with_worker = everyone.copy(), np.zeros(n, dtype=np.bool_)
             reasons = np.full(n, None, dtype=object)
-            for row, reason in rows.lost.items():
-                reasons[row] = reason
+            for row, loss in rows.lost.items():
+                valid[row], with_worker[row], reasons[row] = False, loss.with_worker, loss.reason
             infos = {
                 **infos,
                 "transition_valid": valid,
                 "_transition_valid": everyone,
-                "worker_lost": gone,
+                "worker_lost": with_worker,
                 "_worker_lost": everyone.copy(),
                 "loss_reason": reasons,
-                "_loss_reason": gone.copy(),
+                "_loss_reason": ~valid,
             }
         return rows.obs, rows.rewards, rows.terminations, rows.truncations, infos
 
@@ -460,12 +484,11 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         if isinstance(seed, (list, tuple, np.ndarray)):
             if len(seed) != n:
                 raise SpecError(f"reset(seed=...): {len(seed)} seeds for {n} environments")
+            expect("reset", "seed", seed, Sequence[int | None])
             seeds = [None if value is None else operator.index(value) for value in seed]
             return seeds, list(seeds)
-        try:
-            base = operator.index(seed)
-        except TypeError:
-            raise SpecError(f"reset(seed={seed!r}): expected an int, a list of ints, or None") from None
+        expect("reset", "seed", seed, int | Sequence[int | None] | None)
+        base = operator.index(seed)
         return [base + i for i in range(n)], [base] * n
 
     def _mask(self, mask: Any) -> Any:
@@ -477,6 +500,16 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             raise SpecError("options['reset_mask'] selects no environment")
         return mask
 
+    def _some(self, slots: Any, what: str) -> list[int]:
+        """Check slots whose attributes are read or set."""
+        expect(what, "slots", slots, Sequence[int])
+        chosen = [operator.index(slot) for slot in slots]
+        if len(set(chosen)) != len(chosen) or not all(0 <= slot < self.num_envs for slot in chosen):
+            raise refused(what, "slots", slots, f"different slots within 0..{self.num_envs - 1}")
+        if self._pool.is_vector:
+            raise UsageError(f"{what}(slots=...): a Vector(fn) has attributes for all its slots; leave slots out")
+        return chosen
+
     def _refuse_closed(self, what: str) -> None:
         if self.closed or not self._finalizer.alive:
             raise ClosedError(f"{what}(): these environments were closed; make a new ClusterEnv")
@@ -486,24 +519,16 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         if not self._was_reset:
             raise UsageError(f"{what}() before reset(): call reset() first")
 
+    def _refuse_loaded(self, what: str, name: str) -> None:
+        if self._goes_on and not self._was_reset:
+            raise UsageError(
+                f"{what}({name!r}) after load_state_dict(): the environments begin anew with the next reset(), "
+                "with the attributes of the loaded state; call reset() first"
+            )
+
     def _refuse_in_flight(self, what: str) -> None:
         if self._pool.in_flight:
             raise UsageError(f"{what}() while slots are in flight: recv() them first")
-
-
-def make_vec(id: str | EnvSpec, num_envs: int = 1, **kwargs: Any) -> ClusterEnv:
-    """The short form: arguments of `ClusterEnv` by name, all others go to the environment.
-
-    Example:
-        >>> import clusterenv as ce
-        >>> envs = ce.make_vec("CartPole-v1", num_envs=2, render_mode="rgb_array")
-        >>> envs.render_mode
-        'rgb_array'
-        >>> envs.close()
-    """
-    own = {key: kwargs.pop(key) for key in ("backend", "autoreset_mode", "recovery", "copy") if key in kwargs}
-    env_kwargs = {**(kwargs.pop("env_kwargs", None) or {}), **kwargs}
-    return ClusterEnv(id, num_envs, env_kwargs=env_kwargs, **own)
 
 
 def _acted_infos(parts: list[Acted], num_envs: int) -> dict[str, Any]:
@@ -526,8 +551,11 @@ def _autoreset_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
     try:
         return AutoresetMode(mode)
     except ValueError:
-        names = [m.value for m in AutoresetMode]
-        raise SpecError(f"autoreset_mode={mode!r}: choose an AutoresetMode, or one of {names}") from None
+        names = [known.value for known in AutoresetMode]
+        near = closest(mode, names) if isinstance(mode, str) else None
+        wanted = f"an AutoresetMode, or one of {', '.join(names)}"
+        hint = f'did you mean "{near}"?' if near else ""
+        raise refused("ClusterEnv", "autoreset_mode", mode, wanted, hint) from None
 
 
 def _spread(infos: dict[str, Any], slots: Any, n: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class ClusterEnvError(Exception):
 
 
 class SpecError(ClusterEnvError, ValueError):
-    """The description of the environments is wrong: an argument of `ClusterEnv`, a thunk, or their spaces."""
+    """An argument is of the wrong kind or value, or the environments do not fit together (a thunk, their spaces)."""
 
 
 class ActionError(ClusterEnvError, ValueError):

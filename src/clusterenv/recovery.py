@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Literal
 
+from clusterenv.arguments import check_fields
 from clusterenv.errors import CrashLoopError, SpecError
 
 __all__ = ["Recovery", "RestartBook"]
@@ -47,14 +48,15 @@ class Recovery:
     """Refuse actions outside their space; flag observations and rewards that are NaN, infinite or misshapen."""
 
     def __post_init__(self) -> None:
-        if self.on_error not in ("restart", "raise"):
-            raise SpecError(f'Recovery(on_error={self.on_error!r}): choose "restart" or "raise"')
+        check_fields(self)
         for name in ("init_timeout_s", "reset_timeout_s", "step_timeout_s", "warn_after_s", "recovery_timeout_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise SpecError(f"Recovery({name}={value!r}): must be a positive number of seconds")
         if self.max_restarts < 0:
             raise SpecError(f"Recovery(max_restarts={self.max_restarts!r}): must be 0 or more")
+        if min(self.backoff_s) < 0:
+            raise SpecError(f"Recovery(backoff_s={self.backoff_s!r}): must be 0 or more seconds")
 
     def timeout_s(self, phase: str) -> float | None:
         """The limit for one environment call in this phase."""

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import json
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.vector import VectorEnv
 
+from clusterenv.arguments import expect, refused
 from clusterenv.code import dumps, is_own
 from clusterenv.errors import SpecError
 
-__all__ = ["Blueprint", "MakeFromSpec", "Vector", "blueprint"]
+__all__ = ["Blueprint", "MakeFromSpec", "Vector", "blueprint", "constructor_takes", "refuse_other"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,9 @@ class Vector:
     """
 
     fn: Callable[[int, list[int]], VectorEnv[Any, Any, Any]]
+
+    def __post_init__(self) -> None:
+        expect("Vector", "fn", self.fn, Callable, hint="write Vector(lambda num_envs, seeds: ...)")
 
 
 @dataclass(frozen=True)
@@ -74,10 +80,9 @@ def blueprint(
     `by_value`: it goes to machines that may not have the user's files, so these go along. `allow_pickle=False`: to
     machines that take no code, so only an id and plain arguments do.
     """
-    if num_envs is not None and (isinstance(num_envs, bool) or not isinstance(num_envs, int)):
-        raise SpecError(f"num_envs={num_envs!r}: expected a whole number")
-    if num_envs is not None and num_envs < 1:
-        raise SpecError(f"num_envs={num_envs}: at least one environment is needed")
+    expect("ClusterEnv", "num_envs", num_envs, int | None, least=1)
+    num_envs = None if num_envs is None else int(num_envs)  # numpy's integers do not travel
+    expect("ClusterEnv", "env_kwargs", env_kwargs, Mapping[str, Any] | None)
 
     if not allow_pickle:
         return _named(env, num_envs, env_kwargs)
@@ -107,13 +112,54 @@ def blueprint(
             raise SpecError("env is an empty list: at least one thunk is needed")
         for i, thunk in enumerate(thunks):
             if not callable(thunk):
-                raise SpecError(f"env[{i}] is {thunk!r}: expected a function that makes an environment")
+                raise SpecError(
+                    f"ClusterEnv(env[{i}]={thunk!r}): expected a function that makes an environment; {_one(thunk)}"
+                )
         if num_envs is not None and num_envs != len(thunks):
             raise SpecError(f"num_envs={num_envs} but env has {len(thunks)} thunks: leave num_envs out")
         return Blueprint(len(thunks), _dumps_list(thunks, by_value), False, None, _name(thunks[0]))
-    raise SpecError(
-        f"env is {type(env).__name__}: expected an id, an EnvSpec, a function, a list of functions, or Vector(fn)"
-    )
+    raise refused("ClusterEnv", "env", env, "an id, an EnvSpec, a function, a list of functions, or Vector(fn)")
+
+
+def _one(thunk: Any) -> str:
+    if isinstance(thunk, str):
+        return f"for copies of one id, write ClusterEnv({thunk!r}, num_envs=...)"
+    return "write lambda: ..., so that each worker makes its own"
+
+
+_FACE = ("reset", "step", "observation_space", "action_space")
+
+
+def refuse_other(made: Any, maker: Callable[..., Any]) -> None:
+    """Raise SpecError where a function of the user's returned no environment."""
+    if isinstance(made, VectorEnv):
+        got, hint = "a vector environment", "pass one function per environment, or ClusterEnv(Vector(fn), num_envs=...)"
+    elif made is None:
+        got, hint = "None", "is its `return` missing?"
+    elif isinstance(made, type):
+        got, hint = f"the class {made.__name__}", f"write {made.__name__}(...)"
+    elif missing := [name for name in _FACE if not hasattr(made, name)]:
+        got, hint = f"{type(made).__name__} without {', '.join(missing)}", "return a gymnasium.Env"
+    else:
+        return
+    raise SpecError(f"ClusterEnv(env=...): {_place(maker)} returned {got}, expected a gymnasium.Env; {hint}")
+
+
+def _place(maker: Callable[..., Any]) -> str:
+    code = getattr(maker, "__code__", None)
+    where = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code is not None else ""
+    return f"the function {_name(maker)}{where}"
+
+
+def constructor_takes(env: str | EnvSpec, name: str) -> bool:
+    """Return whether the environment's constructor, or `gymnasium.make`, has a parameter of this name."""
+    entry = _resolve(env).entry_point
+    try:
+        creator = load_env_creator(entry) if isinstance(entry, str) else entry
+        own = inspect.signature(creator).parameters if callable(creator) else {}
+    except (ImportError, AttributeError, TypeError, ValueError):  # found out when an environment is made
+        return False
+    return name in own or name in inspect.signature(gym.make).parameters
 
 
 def _named(env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | None) -> Blueprint:

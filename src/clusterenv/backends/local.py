@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.arguments import check_fields, expect
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError
 from clusterenv.events import EventLog, emit
@@ -64,6 +65,7 @@ class Local:
         return self.network
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.nodes < 1 or (self.nodes > 1 and not self.network):
             raise SpecError(f"Local(nodes={self.nodes}): several nodes on this machine need network=True")
         if self.max_nodes is not None and (not self.network or self.max_nodes < self.nodes):
@@ -72,10 +74,8 @@ class Local:
             raise SpecError("Local(allow_pickle=False) is about nodes: it needs network=True")
         if self.network and self.workers == 0:
             raise SpecError("Local(network=True, workers=0): nodes have worker processes, at least one each")
-        if self.workers is not None and self.workers < 0:
-            raise SpecError(f"Local(workers={self.workers}): expected 0 (this process) or more")
-        if self.threads_per_worker is not None and self.threads_per_worker < 1:
-            raise SpecError(f"Local(threads_per_worker={self.threads_per_worker}): expected 1 or more")
+        expect("Local", "workers", self.workers, int | None, least=0)
+        expect("Local", "threads_per_worker", self.threads_per_worker, int | None, least=1)
 
     def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
         if self.network:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from clusterenv.backends.remote import Remote
+from clusterenv.events import instruct
 
 if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode
@@ -49,8 +49,7 @@ class _ByHand:
         for i, (path, line) in enumerate(zip(plan.files[: plan.nodes], lines, strict=False)):
             text += f"  node {i}: {line}    # {path}\n"
         self._lines, self._files = lines, plan.files
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        instruct(text.rstrip())
 
     def look(self) -> dict[int, str]:
         return {}  # nobody knows
@@ -59,7 +58,7 @@ class _ByHand:
         return False  # the user sees whether it runs, and is told at once
 
     def start(self, node: int) -> None:
-        sys.stderr.write(f"clusterenv: node {node} is wanted: {self._lines[node]}    # {self._files[node]}\n")
+        instruct(f"clusterenv: node {node} is wanted: {self._lines[node]}    # {self._files[node]}")
 
     def drop(self, node: int) -> None:
         return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
-import logging
 import os
 import secrets
 import shutil
@@ -29,7 +28,7 @@ from clusterenv.backends.leftovers import note_head
 from clusterenv.backends.local import split
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError, StartError
-from clusterenv.events import EventLog, emit
+from clusterenv.events import EventLog, emit_progress
 from clusterenv.head.crew import RemoteCrew
 from clusterenv.head.head import Head, Timing
 from clusterenv.pool import Pool
@@ -186,12 +185,12 @@ def _await(head: Head, keeper: Keeper, jobs: Jobs, remote: Remote, nodes: int, n
         if len(missing) != last:
             last, came = len(missing), time.monotonic()
         if here >= (remote.min_nodes or nodes) and time.monotonic() - came > _OTHERS_S:
-            emit(logging.INFO, f"beginning with {here} of {nodes} nodes")
+            emit_progress(f"beginning with {here} of {nodes} nodes")
             return
         line = f"{here}/{nodes} nodes, {num_envs * here // nodes}/{num_envs} environments, waiting for "
         line += ", ".join(_described(jobs, i) for i in missing[:5]) + (" ..." if len(missing) > 5 else "")
         if line != shown and time.monotonic() > deadline - remote.start_timeout_s + 2.0:
-            emit(logging.INFO, line)
+            emit_progress(line)
             shown = line
         over = {node: why for node, why in keeper.over.items() if node in missing}
         refused = {node: head.refusals[node] for node in missing if node in head.refusals}

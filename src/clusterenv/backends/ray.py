@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clusterenv.arguments import expect
 from clusterenv.backends.keeper import start_first
 from clusterenv.backends.remote import Remote
-from clusterenv.errors import SpecError, StartError
+from clusterenv.errors import StartError
 from clusterenv.events import emit
 from clusterenv.pool.ends import how_it_ended
 
@@ -60,8 +61,7 @@ class Ray(Remote):
 
     def __post_init__(self) -> None:
         self._check(self.nodes)
-        if self.cpus_per_node is not None and self.cpus_per_node < 0:
-            raise SpecError(f"Ray(cpus_per_node={self.cpus_per_node}): 0 or more")
+        expect("Ray", "cpus_per_node", self.cpus_per_node, float | None, least=0)
 
     def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
         try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from clusterenv.arguments import check_fields, expect
 from clusterenv.errors import SpecError
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ class Remote:
 
     workers_per_node: int = 1
     port: int = 0
-    folder: str | None = None
+    folder: str | os.PathLike[str] | None = None
     start_timeout_s: float = 600.0
     min_nodes: int | None = None
     max_nodes: int | None = None
@@ -56,8 +58,9 @@ class Remote:
 
     def _check(self, nodes: int) -> None:
         name = type(self).__name__
-        if nodes < 1 or self.workers_per_node < 1:
-            raise SpecError(f"{name}(nodes={nodes}, workers_per_node={self.workers_per_node}): 1 or more")
+        check_fields(self)
+        expect(name, "nodes", nodes, int, least=1)
+        expect(name, "workers_per_node", self.workers_per_node, int, least=1)
         if self.min_nodes is not None and not 1 <= self.min_nodes <= nodes:
             raise SpecError(f"{name}(min_nodes={self.min_nodes}): between 1 and nodes={nodes}")
         if self.max_nodes is not None and self.max_nodes < nodes:

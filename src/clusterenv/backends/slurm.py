@@ -86,36 +86,32 @@ class Slurm(Remote):
 
     nodes: int
     cpus_per_worker: int = 1
-    mem: str | None = None
+    mem: str | int | None = None
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
-    time_limit: str | None = None
+    time_limit: str | int | None = None
     gres: str | None = None
     constraint: str | None = None
     interface: str | None = None
-    env_vars: Mapping[str, str] = field(default_factory=dict)
+    env_vars: Mapping[str, str | int | float] = field(default_factory=dict)
     setup: Sequence[str] = ()
     extra: Mapping[str, str | int | None] = field(default_factory=dict)
     mode: Literal["submit", "srun"] = "submit"
     on_head_node: bool = False
-    folder: str | None = field(default="~/.clusterenv", kw_only=True)
+    folder: str | os.PathLike[str] | None = field(default="~/.clusterenv", kw_only=True)
     # The lease: Ctrl-Z must not cost a place in the queue.
     heartbeat: tuple[float, float, float] = field(default=(1.0, 10.0, 300.0), kw_only=True)
 
     def __post_init__(self) -> None:
         self._check(self.nodes)
-        if self.mode not in ("submit", "srun"):
-            raise SpecError(f'Slurm(mode={self.mode!r}): choose "submit" or "srun"')
-        if isinstance(self.setup, str):
-            raise SpecError(f"Slurm(setup={self.setup!r}): a list of shell lines")
         for name, value in [*self.options().items(), *self.env_vars.items()]:
             if value is not None and any(ord(letter) < 32 for letter in str(value)):
                 raise SpecError(f"Slurm: {name}={value!r} has a line break or another control character")
 
     def options(self) -> dict[str, str | int | None]:
         """What the user asks of SLURM."""
-        own = {
+        own: dict[str, str | int | None] = {
             "cpus-per-task": self.workers_per_node * self.cpus_per_worker,
             "mem": self.mem,
             "partition": self.partition,

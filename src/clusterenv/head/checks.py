@@ -15,10 +15,13 @@ import numpy as np
 from clusterenv._version import __version__
 from clusterenv.errors import ProtocolError
 from clusterenv.pool.layout import Leaf
-from clusterenv.pool.messages import DriftSamples, Finals, FragmentResult
+from clusterenv.pool.messages import DriftSamples, Finals, FragmentResult, MissingKeys
 from clusterenv.protocol.messages import PROTOCOL, Hello
 
-__all__ = ["check_fragment", "mismatch"]
+__all__ = ["check_fragment", "check_missing", "mismatch"]
+
+_MOST_KEYS = 1000
+_LONGEST_KEY = 1000
 
 
 def mismatch(hello: Hello, cores: int, sends_pickle: bool) -> str | None:
@@ -68,6 +71,18 @@ def _check(result: FragmentResult, num_steps: int, columns: int, leaves: tuple[L
     for entries in result.infos.values():
         for t, column, _ in entries:
             _need(_is_int(t) and 0 <= t < num_steps and _is_int(column) and 0 <= column < columns, "an info's place")
+
+
+def check_missing(missing: Any) -> None:
+    """What the answer to a fragment has in place of infos; raises ProtocolError."""
+    if missing is not None:
+        _need(isinstance(missing, MissingKeys) and (missing.mask is None or _is_key(missing.mask)), "its missing keys")
+        for keys in (missing.info_keys, missing.seen):
+            _need(isinstance(keys, list) and len(keys) <= _MOST_KEYS and all(map(_is_key, keys)), "its missing keys")
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST_KEY
 
 
 def _finals(finals: Finals, num_steps: int, columns: int, leaves: tuple[Leaf, ...]) -> None:

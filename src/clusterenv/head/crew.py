@@ -6,7 +6,6 @@ know of it, every answer brings back what the worker wrote. Weights are pulled b
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import time
@@ -18,8 +17,8 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.code import missing_package
 from clusterenv.errors import ProtocolError, SpecError, UsageError
-from clusterenv.events import emit
-from clusterenv.head.checks import check_fragment
+from clusterenv.events import emit_output
+from clusterenv.head.checks import check_fragment, check_missing
 from clusterenv.head.head import Head
 from clusterenv.head.offers import Weights
 from clusterenv.head.roster import Seated, Unseated
@@ -368,6 +367,7 @@ class RemoteCrew:
             if not isinstance(reply, Reply) or not isinstance(reply.result, FragmentResult):
                 raise ProtocolError(f"worker {worker} answered a request for a fragment without its result")
             check_fragment(reply.result, asked.num_steps, len(self._slots_of[worker]), self._rows.layout.obs)
+            check_missing(reply.infos)
         self._events.append((worker, reply))
 
     def _reply(self, body: Any, request: int, worker: int) -> Any:
@@ -392,7 +392,7 @@ class RemoteCrew:
             mark, _, rest = line.removeprefix("\x00").partition("\x00")
             known = line.startswith("\x00") and mark.isdecimal()
             where = f"slot {mark}" if known else f"slots {slots[0]}-{slots[-1]}"
-            emit(logging.INFO, f"[{where}] {rest if line.startswith(chr(0)) else line}")
+            emit_output(f"[{where}] {rest if line.startswith(chr(0)) else line}")
 
     # -- watching and ending ----------------------------------------------------------------------------------
 

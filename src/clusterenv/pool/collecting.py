@@ -13,10 +13,12 @@ import numpy as np
 
 from clusterenv.code import missing_package
 from clusterenv.errors import DeadlineError, PolicyError
+from clusterenv.events import Event, EventLog
 from clusterenv.policy.families import Family
 from clusterenv.policy.named import Named
 from clusterenv.pool.arena import Arena, ArenaLayout, Side
 from clusterenv.pool.cut import cut
+from clusterenv.pool.key_watch import explain
 from clusterenv.pool.layout import Buffers, Layout, leaves_of
 from clusterenv.pool.messages import (
     Episode,
@@ -24,6 +26,7 @@ from clusterenv.pool.messages import (
     FragmentResult,
     LoadWeights,
     MapArena,
+    MissingKeys,
     Reply,
     RunFragment,
     SetPolicy,
@@ -53,6 +56,7 @@ class Host(Protocol):
     single_action_space: Any
     slots_of: list[list[int]]
     node_of: list[int]
+    events: EventLog
 
     @property
     def buffers(self) -> Buffers: ...
@@ -98,6 +102,7 @@ class FragmentDesk:
         self.sample_within: int | None = None
         self._stream: FragmentStream | None = None
         self.on_loss: Literal["rerun", "mask"] = "rerun"
+        self._told_missing: set[str | None] = {None}
 
     # -- what the collector asks ------------------------------------------------------------------------------
 
@@ -296,6 +301,8 @@ class FragmentDesk:
             return
         if result.not_sent:
             self._host.info_not_sent(worker, result.not_sent)
+        if isinstance(reply.infos, MissingKeys):
+            self.tell_missing(reply.infos, self._host.slots_of[worker])
         assert self._arena is not None
         side = self._side
         if self._stream is not None:
@@ -311,6 +318,14 @@ class FragmentDesk:
             self._stale.discard(worker)
         else:
             self._done[worker] = result
+
+    def tell_missing(self, missing: MissingKeys, slots: list[int]) -> None:
+        """Warn of keys that no info of these slots had; of each key once, whoever says it first."""
+        mask = None if missing.mask in self._told_missing else missing.mask
+        keys = [key for key in missing.info_keys if key not in self._told_missing]
+        self._told_missing |= {mask, *keys}
+        for text in explain(missing._replace(mask=mask, info_keys=keys)):
+            self._host.events.add(Event("missing_key", text, tuple(slots)))
 
     def moved(self, worker: int) -> None:
         """It has finished what was asked, and its slots go on elsewhere."""

@@ -10,6 +10,7 @@ from gymnasium import Space
 from clusterenv import infos as info_columns
 from clusterenv.infos import Columns
 from clusterenv.pool.layout import Buffers, assemble, flatten
+from clusterenv.pool.losses import Loss
 from clusterenv.pool.messages import Reply
 
 __all__ = ["Delivery", "Rows"]
@@ -24,8 +25,8 @@ class Rows(NamedTuple):
     terminations: Any
     truncations: Any
     infos: dict[str, Any]
-    lost: dict[int, str]
-    """Rows whose episode was lost, by row number, with the reason."""
+    lost: dict[int, Loss]
+    """Rows whose episode was lost, by row number."""
 
 
 class Delivery:
@@ -46,7 +47,7 @@ class Delivery:
         self._columns: list[Columns] = []
         self._objects: list[list[Any]] = [[] for _ in range(num_envs)]  # last delivered
         self._next_objects: dict[int, list[Any]] = {}  # of rows not delivered yet
-        self._lost_rows: dict[int, str] = {}  # told in the coming delivery
+        self._lost_rows: dict[int, Loss] = {}  # told in the coming delivery
         self._side: int | None = 0  # which side was delivered last, if it is the same for all
         # What is known of each slot's episode.
         self.started = np.zeros(num_envs, dtype=np.bool_)
@@ -91,13 +92,13 @@ class Delivery:
     def take_objects(self, reply: Reply) -> None:
         self._next_objects.update(reply.objects or ())
 
-    def tell_loss(self, slot: int, reason: str) -> None:
+    def tell_loss(self, slot: int, loss: Loss) -> None:
         """Report that the episode was lost: reward 0, truncated, the last delivered observation again."""
-        self._lost_rows[slot] = reason
+        self._lost_rows[slot] = loss
         self.is_loss[slot] = True
         self.mark_ready([slot])
 
-    def begin_again(self, slot: int, columns: Columns, lost: str | None) -> None:
+    def begin_again(self, slot: int, columns: Columns, lost: Loss | None) -> None:
         """The first row of a new incarnation becomes the row that the user awaits; SAME_STEP: it tells the loss too."""
         if lost is not None:
             last = self.peek_obs(np.array([slot]))
@@ -121,7 +122,7 @@ class Delivery:
         self.ended[slots] = False
         self.proven[slots] |= stepped[slots]
 
-    def forget(self) -> dict[int, str]:
+    def forget(self) -> dict[int, Loss]:
         """Give up every row that was not delivered. Returns the losses that these rows would have reported."""
         self.awaited[:] = False
         self.ready[:] = False
@@ -164,7 +165,7 @@ class Delivery:
         lost = {}
         if self._lost_rows or self._columns:
             row_of = {int(slot): i for i, slot in enumerate(slots)}
-            lost = {row_of[slot]: reason for slot, reason in self._lost_rows.items()}
+            lost = {row_of[slot]: loss for slot, loss in self._lost_rows.items()}
             if everyone:
                 infos = info_columns.batch(self._columns, self.num_envs)
             else:

@@ -14,7 +14,7 @@ import numpy as np
 
 from clusterenv.batch import map_arrays
 from clusterenv.policy.base import PAD, Actor, pad_rows
-from clusterenv.policy.families import Family, mask_logits
+from clusterenv.policy.families import Family, mask_logits, stack_masks
 from clusterenv.policy.streams import Streams
 from clusterenv.pool.group import POLICY, RESET, STEP, Caught, apply_stickies
 from clusterenv.pool.layout import Leaf, assemble, coerce, flatten
@@ -118,8 +118,8 @@ class Evaluator:
             params, state = actor.forward(pad_rows(batch, count), state, starts)
             params = params[:count]
             if mask is not None:
-                given = batch[mask] if isinstance(batch, dict) and mask in batch else np.stack(masks)
-                params = mask_logits(params, given)
+                in_obs = isinstance(batch, dict) and mask in batch
+                params = mask_logits(params, batch[mask] if in_obs else stack_masks(masks, params.shape[1]))
             if request.deterministic:
                 actions = family.mode(params)
             else:

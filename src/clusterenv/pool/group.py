@@ -30,6 +30,7 @@ from clusterenv.pool.messages import (
     Step,
     Sticky,
 )
+from clusterenv.spec import refuse_other
 
 __all__ = ["Caught", "EnvGroup", "apply_stickies", "INIT", "RESET", "STEP", "CALL", "POLICY", "PHASES"]
 
@@ -111,6 +112,7 @@ class EnvGroup:
         k = slot - self.first
         self.at[0], self.at[1] = slot, INIT
         env = self.makers[slot]()
+        refuse_other(env, self.makers[slot])
         self.envs[k] = env
         self.steps[k] = env.step
         apply_stickies(env, stickies)

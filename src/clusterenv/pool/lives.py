@@ -35,9 +35,9 @@ class Lives:
         for stickies in self.stickies:
             stickies.append(Sticky(name, args, kwargs, True))
 
-    def remember_attribute(self, name: str, values: list[Any]) -> None:
+    def remember_attribute(self, name: str, values: dict[int, Any]) -> None:
         self.stickies_epoch += 1
-        for slot, value in enumerate(values):
+        for slot, value in values.items():
             kept = [sticky for sticky in self.stickies[slot] if sticky.is_call or sticky.name != name]
             self.stickies[slot] = [*kept, Sticky(name, (value,), {}, False)]
 

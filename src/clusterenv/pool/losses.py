@@ -12,7 +12,15 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.infos import Columns
 
-__all__ = ["Losses", "Seen"]
+__all__ = ["Loss", "Losses", "Seen"]
+
+
+class Loss(NamedTuple):
+    """Why an episode was lost, as `infos` says it."""
+
+    reason: str
+    with_worker: bool
+    """Its worker process ended; False: the environment itself failed."""
 
 
 class Seen(NamedTuple):
@@ -35,7 +43,7 @@ class Losses:
     def __init__(self, mode: AutoresetMode) -> None:
         self.mode = mode
         self.gone: dict[int, float] = {}  # since when
-        self.lost: dict[int, str] = {}  # why; not told yet
+        self.lost: dict[int, Loss] = {}  # not told yet
         self.held: dict[int, Columns] = {}
         self.rebuilding: set[int] = set()  # asked of a worker, not answered yet
         self.respawn: dict[int, float] = {}  # workers to start again, and when
@@ -63,7 +71,7 @@ class Losses:
             self.rebuilding.discard(slot)
         self.respawn[worker] = now_s
 
-    def settle(self, slot: int, reason: str, until_s: float, now_s: float, seen: Seen) -> bool:
+    def settle(self, slot: int, loss: Loss, until_s: float, now_s: float, seen: Seen) -> bool:
         """Decide what the user sees of a slot that was just lost, and when it comes back.
 
         True: the awaited row must report the loss.
@@ -75,13 +83,13 @@ class Losses:
             # The row arrived whole before the loss and is delivered as it is: nothing may be rebuilt over it before
             # that. The episode that goes on after it is lost; under SAME_STEP an ending row has begun the next one.
             if not seen.ready_is_loss and (not seen.ready_ends or self.mode is AutoresetMode.SAME_STEP):
-                self.lost[slot] = reason
+                self.lost[slot] = loss
             return False
         between = seen.ended and self.mode is AutoresetMode.NEXT_STEP
         if seen.resetting or was_held or (between and seen.started):
             self._due[slot] = until_s
         elif seen.started:
-            self.lost[slot] = reason
+            self.lost[slot] = loss
             if seen.awaited:
                 if self.mode is not AutoresetMode.SAME_STEP:
                     return True
@@ -93,9 +101,9 @@ class Losses:
         self.held.pop(slot, None)
         self._until[slot] = self._due[slot] = until_s
 
-    def not_reported(self, slot: int, reason: str) -> None:
+    def not_reported(self, slot: int, loss: Loss) -> None:
         """The row that would have reported this loss was given up before its delivery: report it in the next one."""
-        self.lost[slot] = reason
+        self.lost[slot] = loss
         if slot not in self.gone:  # SAME_STEP: that row was the first of the next incarnation, and is still there
             self.held.setdefault(slot, {})
 

@@ -35,6 +35,7 @@ __all__ = [
     "FrameReader",
     "LoadWeights",
     "MapArena",
+    "MissingKeys",
     "Raw",
     "Reply",
     "Reset",
@@ -223,6 +224,15 @@ class FragmentResult(NamedTuple):
     """Which info was left out because it is not plain data, and why; "" where none was."""
 
 
+class MissingKeys(NamedTuple):
+    """Keys that no info had by the end of an episode; instead of infos in the answer to a fragment, and once only."""
+
+    mask: str | None
+    """Of the action masks."""
+    info_keys: list[str]
+    seen: list[str]
+
+
 class Evaluate(NamedTuple):
     """Play these episodes; answered by a `Reply` whose result is a list of `Episode`."""
 
@@ -335,8 +345,8 @@ def plain() -> Any:
     from clusterenv.infos import Column
     from clusterenv.protocol.plain import Codec
 
-    structs = [Reply, Fault, Built, FragmentResult, Finals, DriftSamples, Acted, Episode, Column, GraphInstance]
-    return Codec(structs, [AutoresetMode])
+    structs = [Reply, Fault, Built, FragmentResult, Finals, DriftSamples, MissingKeys, Acted, Episode]
+    return Codec([*structs, Column, GraphInstance], [AutoresetMode])
 
 
 def encode(message: NamedTuple) -> bytes:

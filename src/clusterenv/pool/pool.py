@@ -288,18 +288,29 @@ class Pool:
     def set_seed_base(self, bases: list[int | None]) -> None:
         self._lives.set_bases(bases)
 
-    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, sticky: bool) -> list[Any]:
+    def call(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        sticky: bool = False,
+        slots: list[int] | None = None,
+    ) -> list[Any]:
+        """Call a method (or read an attribute) of every environment, or of these slots', in ascending order."""
         if self._losses.gone:
-            slots = tuple(sorted(self._losses.gone))
+            gone = tuple(sorted(self._losses.gone))
             raise WorkerLostError(
-                f"call({name!r}): the environments of slots {list(slots)} failed and are not back yet; "
+                f"call({name!r}): the environments of slots {list(gone)} failed and are not back yet; "
                 "step or reset first",
-                slots=slots,
+                slots=gone,
             )
         results: list[Any] = []
+        chosen = [[slot for slot in its if slots is None or slot in slots] for its in self.slots_of]
         requests = {
-            w: self.post(w, "call", slots, Call(self.number(), slots, name, args, kwargs))
-            for w, slots in enumerate(self.slots_of)
+            w: self.post(w, "call", its, Call(self.number(), its, name, args, kwargs))
+            for w, its in enumerate(chosen)
+            if its
         }
         for reply in self.replies(requests):
             results += reply.result or []
@@ -307,12 +318,12 @@ class Pool:
             self._lives.remember_call(name, args, kwargs)
         return results
 
-    def set_attr(self, name: str, values: list[Any]) -> None:
-        """Set on every environment that is there, and on every later incarnation."""
+    def set_attr(self, name: str, values: dict[int, Any]) -> None:
+        """Set on these slots' environments, as far as they are there, and on every later incarnation."""
         self._lives.remember_attribute(name, values)
         requests = {}
         for worker, slots in enumerate(self.slots_of):
-            here = [slot for slot in slots if slot not in self._losses.gone]
+            here = [slot for slot in slots if slot in values and slot not in self._losses.gone]
             if here:
                 message = SetAttr(self.number(), here, name, [values[slot] for slot in here])
                 requests[worker] = self.post(worker, "call", here, message)

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.errors import ClusterEnvError, SpecError, UsageError
-from clusterenv.events import emit
+from clusterenv.events import emit, emit_output
 from clusterenv.pool.arena import ArenaLayout
 from clusterenv.pool.crew import Exit, Stack
 from clusterenv.pool.ends import how_it_ended
@@ -132,6 +132,9 @@ class ProcessCrew:
                 [sys.executable, "-m", "clusterenv.pool.forkserver", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                # A head that was started without one of these has no descriptor that its children could inherit.
+                stdout=None if sys.__stdout__ is not None else subprocess.DEVNULL,
+                stderr=None if sys.__stderr__ is not None else subprocess.DEVNULL,
                 env=env,
                 start_new_session=True,  # Ctrl-C in the terminal reaches the head alone, which then closes
             )
@@ -352,9 +355,9 @@ class ProcessCrew:
         for line in text.split("\n"):
             match = _TAG.match(line)
             if match and int(match[1]) >= 0:
-                emit(logging.INFO, f"[slot {match[1]}] {match[2]}")
+                emit_output(f"[slot {match[1]}] {match[2]}")
             else:
-                emit(logging.INFO, f"[{everyone}] {match[2] if match else line}")
+                emit_output(f"[{everyone}] {match[2] if match else line}")
 
     # -- watching and ending ----------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from clusterenv.pool.crew import Cause, Crew, Exit
 from clusterenv.pool.delivery import Delivery
 from clusterenv.pool.group import PHASES
 from clusterenv.pool.lives import Lives
-from clusterenv.pool.losses import Losses, Seen
+from clusterenv.pool.losses import Loss, Losses, Seen
 from clusterenv.pool.messages import Build, Fault, Rebuild
 from clusterenv.pool.watch import HangWatch, LongCalls
 from clusterenv.recovery import Recovery, RestartBook
@@ -87,7 +87,7 @@ class Repairs:
         except CrashLoopError as error:
             self._give_up(slot)
             return error
-        self._settle(worker, slot, fault.error, until, collecting)
+        self._settle(worker, slot, Loss(fault.error, False), until, collecting)
         return None
 
     def _give_up(self, slot: int) -> None:
@@ -131,11 +131,11 @@ class Repairs:
         collecting = "fragment" in asked
         for its in slots:
             if error is None or its != at_fault:
-                self._settle(worker, its, reason, until, collecting)
+                self._settle(worker, its, Loss(reason, True), until, collecting)
         if error is not None:
             raise error
 
-    def _settle(self, worker: int, slot: int, reason: str, until: float, collecting: bool) -> None:
+    def _settle(self, worker: int, slot: int, loss: Loss, until: float, collecting: bool) -> None:
         if collecting:
             self._losses.settle_collecting(slot, until)
             return
@@ -152,7 +152,7 @@ class Repairs:
             ready_ends=has_ended,
             ready_is_loss=bool(rows.is_loss[slot]),
         )
-        if self._losses.settle(slot, reason, until, time.monotonic(), seen):
+        if self._losses.settle(slot, loss, until, time.monotonic(), seen):
             rows.tell_loss(slot, self._losses.lost.pop(slot))
 
     def rebuilt(self, slot: int, columns: info_columns.Columns) -> None:
