@@ -23,6 +23,7 @@ from gymnasium.vector import AutoresetMode
 from clusterenv.errors import NotPlainError
 from clusterenv.pool.dispatch import Dispatcher
 from clusterenv.pool.messages import Close, Fault, FrameReader, Reply, encode, encode_plain, encode_quick, open_request
+from clusterenv.pool.orphans import become_subreaper
 
 __all__ = ["BELL", "PROGRESS_BYTES", "SharedMemory", "run"]
 
@@ -97,6 +98,7 @@ def run(
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the line above took effect
         os._exit(0)
+    become_subreaper()  # keeps what the environments start apart from what those of other workers start
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
     progress_map = mmap.mmap(memory.progress, 0)
     progress = memoryview(progress_map).cast("i")[index * PROGRESS_BYTES // 4 :]
