@@ -32,6 +32,7 @@ from benchmarks.tables import (
     table_markdown,
 )
 from benchmarks.venvs import ROOT, Missing, interpreter, why
+from clusterenv.cpus import usable_cores
 
 SUBJECTS_FILE = Path("benchmarks") / "subjects.py"
 COLLECTORS_FILE = Path("benchmarks") / "collectors.py"
@@ -174,7 +175,7 @@ def describe_machine() -> dict[str, Any]:
     models = [line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")]
     return {
         "cpu": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "system": platform.system(),
         "python": platform.python_version(),
         "load_at_start": round(os.getloadavg()[0], 2),
