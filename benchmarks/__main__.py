@@ -14,7 +14,7 @@ import platform
 import signal
 import subprocess
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ WARMUP_S = 0.5
 def main() -> None:
     args = parse_args()
     tables = [table for table in TABLES if args.only is None or table.name in args.only]
-    started = datetime.now(timezone.utc)
+    started = datetime.now(UTC)
     results: Results = {table.name: {subject: Series() for subject in table.subjects} for table in tables}
     machine = describe_machine()
     versions: dict[str, dict[str, str]] = {}
