@@ -1,4 +1,4 @@
-# Every target sets up what it needs in $(VENV); nothing has to be installed before but Python 3.10+ and make.
+# Every target sets up what it needs in $(VENV); nothing has to be installed before but Python 3.11+ and make.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

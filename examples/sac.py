@@ -15,7 +15,6 @@ weights travel between fragments only.
 import argparse
 import copy
 import math
-import os
 import sys
 import time
 
@@ -61,9 +60,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if min(args.num_envs, args.total_steps, args.every) < 1 or (args.workers is not None and args.workers < 0):
         parser.error("--num-envs, --total-steps and --every must be at least 1, --workers at least 0")
-    if args.workers is None:
-        args.workers = len(os.sched_getaffinity(0))
-    args.workers = min(args.workers, args.num_envs)
     return args
 
 

@@ -24,7 +24,8 @@ import gymnasium
 import zmq
 
 from clusterenv._version import __version__
-from clusterenv.errors import ProtocolError
+from clusterenv.cpus import usable_cores
+from clusterenv.errors import ProtocolError, StartError
 from clusterenv.events import emit
 from clusterenv.protocol.frames import node_reader, to_wire
 from clusterenv.protocol.messages import (
@@ -162,7 +163,7 @@ class Agent:
             self._instance,
             platform.node(),
             os.getpid(),
-            len(os.sched_getaffinity(0)),
+            usable_cores(),
             self._allow_pickle,
         )
         self._say(hello)
@@ -267,7 +268,11 @@ class Agent:
             return
         if host.seat in self._seats:
             self._drop(host.seat, 0.0)
-        seat = self._seats[host.seat] = Seat(host, payload, self._say)
+        try:
+            seat = self._seats[host.seat] = Seat(host, payload, self._say)
+        except StartError as error:
+            self._say(Failed(host.seat, str(error), is_code=False))
+            return
         self._poller.register(seat.fileno(), zmq.POLLIN)
 
     # -- leaving ----------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ the head leaves by `send`.
 from __future__ import annotations
 
 import logging
-import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.cpus import cpu_limit
 from clusterenv.errors import ClusterEnvError, PolicyError
 from clusterenv.events import emit
 from clusterenv.policy.packing import unpack
@@ -84,7 +84,7 @@ class Seat:
             mode,
             host.check,
             host.threads,
-            _SPIN_S if len(host.workers) <= len(os.sched_getaffinity(0)) else 0.0,
+            _SPIN_S if len(host.workers) <= cpu_limit() else 0.0,
             [list(slots) for _, slots in host.workers],
             host.preload,
             on_output=self._output,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.arguments import check_fields, expect
 from clusterenv.backends.remote import Remote
+from clusterenv.cpus import cpu_limit, usable_cores
 from clusterenv.errors import SpecError
 from clusterenv.events import EventLog, emit
 from clusterenv.pool import Pool
@@ -32,7 +32,8 @@ class Local:
     """Processes of this machine.
 
     Args:
-        workers: how many; None for one per core that this process may use. 0 runs the environments in the calling
+        workers: how many; None for one per CPU that this process may use, by its affinity and the quotas of its
+            control groups (1.9 CPUs start 1 worker). 0 runs the environments in the calling
             process, without timeouts, so that a breakpoint in environment code works.
         threads_per_worker: what numerical libraries in a worker may use (OMP_NUM_THREADS and its kin);
             None leaves the environment variables alone.
@@ -85,8 +86,7 @@ class Local:
             inline = InlineCrew(blueprint, mode, recovery.check)
             slots = [list(range(n))]
             return Pool(inline, slots, mode, recovery, is_vector=blueprint.is_vector, events=events)
-        cores = len(os.sched_getaffinity(0))
-        workers = self.workers or min(cores, n)
+        workers = self.workers or min(usable_cores(), n)
         if workers > n:
             emit(
                 logging.WARNING,
@@ -95,7 +95,7 @@ class Local:
             workers = n
         slots_of = split(n, workers)
         # Waiting awake pays only while every worker has a core of its own.
-        spin_s = _SPIN_S if workers <= cores else 0.0
+        spin_s = _SPIN_S if workers <= cpu_limit() else 0.0
         crew = ProcessCrew(
             blueprint, workers, mode, recovery.check, self.threads_per_worker, spin_s, slots_of, tuple(self.preload)
         )
@@ -106,7 +106,7 @@ class Local:
     ) -> Pool:
         from clusterenv.backends.agents import AgentProcesses
 
-        workers = self.workers or max(self.nodes, min(len(os.sched_getaffinity(0)), blueprint.num_envs))
+        workers = self.workers or self.nodes * max(1, min(usable_cores(), blueprint.num_envs) // self.nodes)
         if workers % self.nodes:
             raise SpecError(f"Local(workers={workers}, nodes={self.nodes}): every node has as many workers")
         remote = Remote(

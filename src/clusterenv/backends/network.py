@@ -31,6 +31,7 @@ from clusterenv.errors import SpecError, StartError
 from clusterenv.events import EventLog, emit_progress
 from clusterenv.head.crew import RemoteCrew
 from clusterenv.head.head import Head, Timing
+from clusterenv.open_files import allow_open_files
 from clusterenv.pool import Pool
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
@@ -119,6 +120,8 @@ def start(
             f"{most} nodes with {each} workers each are {workers} workers for {blueprint.num_envs} environments: "
             f"ask for fewer"
         )
+    # A connection for each node, a second one for a moment while it dials, and the sockets of the head.
+    allow_open_files(f"{most} nodes", more=2 * most + 24)
     run = secrets.token_hex(4)
     # A folder of the run's own, also below one that the user names: it is removed at the end.
     folder = private_folder(Path(remote.folder or tempfile.gettempdir()).expanduser() / f"clusterenv-{run}")

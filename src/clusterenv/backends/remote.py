@@ -37,7 +37,7 @@ class Remote:
         other_infos: what to do with infos that are not plain data: "refuse", or send their "repr".
         heartbeat: tune how fast a lost node is noticed (seconds): beat, silence, lease of a node on its head.
         move_after_s: a node that stays away for so long hands its slots to the others; None: they wait for it.
-        oversubscribe: allow more workers than cores on a node.
+        oversubscribe: allow more workers than CPUs that a node may use, by its affinity and control group quotas.
         allow_pickle: False: nodes get ids, plain arguments and weights, but no code (`clusterenv node --no-pickle`).
     """
 

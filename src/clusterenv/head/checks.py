@@ -38,7 +38,10 @@ def mismatch(hello: Hello, cores: int, sends_pickle: bool) -> str | None:
     if sends_pickle and not hello.allow_pickle:
         return f"{hello.host} takes no pickled code: say allow_pickle=False here, or start it without --no-pickle"
     if hello.cores < cores:
-        return f"{hello.host} has {hello.cores} cores for {cores} workers: ask for fewer workers_per_node"
+        return (
+            f"{hello.host} may use {hello.cores} CPUs (by affinity and control group quotas) for {cores} workers: "
+            "ask for fewer workers_per_node or more CPUs, or say oversubscribe=True"
+        )
     return None
 
 

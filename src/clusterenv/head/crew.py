@@ -16,7 +16,7 @@ import msgspec
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.code import missing_package
-from clusterenv.errors import ProtocolError, SpecError, UsageError
+from clusterenv.errors import ProtocolError, SpecError, StartError, UsageError
 from clusterenv.events import emit_output
 from clusterenv.head.checks import check_fragment, check_missing
 from clusterenv.head.head import Head
@@ -314,6 +314,8 @@ class RemoteCrew:
             self._rung(seat, message, frames)
         elif isinstance(message, Failed):
             node = f"node {self._head.roster.holder(seat)}"
+            if not message.is_code:
+                raise StartError(f"{node} cannot start its workers: {message.text}")
             advice = missing_package(message.text, node)
             text = f"the environments' code could not be loaded on {node}"
             raise SpecError(f"{text}{': ' * bool(advice)}{advice}\n{message.text}")

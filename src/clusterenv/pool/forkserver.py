@@ -12,8 +12,6 @@ Messages are pickled tuples, one per packet of a SOCK_SEQPACKET pair:
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -29,15 +27,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterenv.pool import worker
+from clusterenv.pool.orphans import Orphans, become_subreaper, kill_group
 from clusterenv.spec import load_makers
 
 __all__ = ["main"]
 
-_PR_SET_CHILD_SUBREAPER = 36
 _TAIL_BYTES = 16_000
 _OUTPUT_QUEUE = 2_000
 _STACK_S = 0.3
 """How long a worker gets to write its stack: microseconds of work, but it may have to wait for a core."""
+
+_ORPHANS_S = 0.02
+"""How soon to look again at orphans that were killed and have not ended yet."""
 
 
 @dataclass
@@ -63,11 +64,15 @@ class _Server:
         self._poller = select.poll()
         self._poller.register(control, select.POLLIN)
         self._setup: Any = None
+        self._orphans = Orphans()
+        self._has_orphans = False
 
     def serve(self) -> None:
         while True:
             children = self._children.values()
             waiting = [at for child in children for at in (child.kill_at, child.stack_until) if at is not None]
+            if self._has_orphans:
+                waiting.append(time.monotonic() + _ORPHANS_S)
             timeout_ms = max(0.0, (min(waiting) - time.monotonic()) * 1000) if waiting else None
             wanted = select.POLLIN | (select.POLLOUT if self._outbox else 0)
             self._poller.modify(self._control, wanted)
@@ -84,11 +89,13 @@ class _Server:
             now = time.monotonic()
             for child in list(self._children.values()):
                 if child.kill_at is not None and child.kill_at <= now:
-                    _kill(child.pid)
+                    kill_group(child.pid)
                     child.kill_at = None
                 if child.stack_until is not None and child.stack_until <= now:
                     self._send(("stack", child.index, child.stack[:_TAIL_BYTES].decode(errors="replace")))
                     child.stack, child.stack_until = b"", None
+            if self._has_orphans:
+                self._end_orphans()
 
     def _command(self) -> bool:
         try:
@@ -127,6 +134,7 @@ class _Server:
             self._send(("failed", traceback.format_exc()))
             return
         self._setup = setup
+        self._orphans.spare_present()
         gc.collect()
         gc.freeze()  # the workers' collectors would otherwise touch, and so copy, every inherited page
         self._send(("ready",))
@@ -203,13 +211,16 @@ class _Server:
         while child.output in self._outputs and self._read_output(child):
             pass
         self._close_output(child)
-        _kill(child.pid)
+        kill_group(child.pid)
         _, status = os.waitpid(child.pid, 0)
         self._poller.unregister(child.pidfd)
         del self._children[child.pidfd]
         os.close(child.pidfd)
         self._send(("exited", child.index, child.pid, status, child.tail.decode(errors="replace")))
-        _reap_orphans({c.pid for c in self._children.values()})
+        self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        self._has_orphans = self._orphans.end({child.pid for child in self._children.values()})
 
     def _send(self, message: tuple[Any, ...]) -> None:
         self._outbox.append(pickle.dumps(message))
@@ -227,33 +238,14 @@ class _Server:
             self._outbox.popleft()
 
     def stop(self) -> None:
-        for child in self._children.values():
-            _kill(child.pid)
-        _reap_orphans(set(), wait=True)
-
-
-def _kill(pid: int) -> None:
-    """The worker and its process group. The worker is not reaped yet, so the number is still its own."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError):
-            kill(pid, signal.SIGKILL)
-
-
-def _reap_orphans(keep: set[int], wait: bool = False) -> None:
-    """Kill and reap children that are no workers: what an environment started and left behind."""
-    path = f"/proc/self/task/{os.getpid()}/children"
-    with open(path) as file:  # noqa: PTH123  pathlib would be one more import before every fork
-        pids = {int(word) for word in file.read().split()} - keep
-    for pid in pids:
-        _kill(pid)
-        os.waitpid(pid, 0 if wait else os.WNOHANG)
+        self._orphans.end_all(timeout_s=2.0)  # less than the head waits for this process
 
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(worker.STACK_SIGNAL, signal.SIG_IGN)  # inherited: a worker may be asked before it is ready to answer
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    become_subreaper()
     server = _Server(control)
     try:
         server.serve()

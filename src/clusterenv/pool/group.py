@@ -128,10 +128,10 @@ class EnvGroup:
         self.rows = slice(first, last)
         self._write_block = block_writer(observation_space, buffers, self.rows)
         self._finite = finite_checker(buffers, self.rows)
-        self._reward: Any = memoryview(buffers.reward)  # set faster than an element of an array
+        self._reward: Any = buffers.reward.data  # a memoryview, set faster than an element of an array
         self._reward_rows = buffers.reward[self.rows]
         self._terminated_rows, self._truncated_rows = buffers.terminated[self.rows], buffers.truncated[self.rows]
-        self._side_bytes = memoryview(buffers.side)[self.rows]
+        self._side_bytes = buffers.side.data[self.rows]
         self._all_old, self._all_new = bytes(len(self.slots)), bytes([1]) * len(self.slots)
         self._batch_space = batch_space(self._action_space, len(self.envs)) if self._shared_actions else None
 

@@ -26,6 +26,7 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.errors import ClusterEnvError, SpecError, UsageError
 from clusterenv.events import emit, emit_output
+from clusterenv.open_files import allow_open_files
 from clusterenv.pool.arena import ArenaLayout
 from clusterenv.pool.crew import Exit, Stack
 from clusterenv.pool.ends import how_it_ended
@@ -74,6 +75,8 @@ class ProcessCrew:
         on_output: Callable[[int, str], None] | None = None,
         plain: Literal["refuse", "repr"] | None = None,
     ) -> None:
+        # Here, the channel of each worker; in the fork server, its pidfd and the pipe of its output.
+        allow_open_files(f"{workers} worker processes", more=workers + 16, in_child=2 * workers + 24)
         self._blueprint = blueprint
         self._mode = mode
         self._check = check

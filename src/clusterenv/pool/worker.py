@@ -34,6 +34,7 @@ from clusterenv.pool.messages import (
     open_request,
     with_plain_infos,
 )
+from clusterenv.pool.orphans import become_subreaper
 
 __all__ = ["BELL", "PROGRESS_BYTES", "STACK_SIGNAL", "SharedMemory", "run"]
 
@@ -111,6 +112,7 @@ def run(
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the line above took effect
         os._exit(0)
+    become_subreaper()  # keeps what the environments start apart from what those of other workers start
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
     progress_map = mmap.mmap(memory.progress, 0)
     progress = memoryview(progress_map).cast("i")[index * PROGRESS_BYTES // 4 :]

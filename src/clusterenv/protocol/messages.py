@@ -63,10 +63,12 @@ class Hello(_Message):
 
 
 class Failed(_Message):
-    """The code of the environments could not be loaded on this node."""
+    """This node cannot run the workers of a seat."""
 
     seat: int
     text: str
+    is_code: bool = True
+    """The code of the environments could not be loaded; False: the machine does not allow so many workers."""
 
 
 class Answer(_Message):
