@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import cloudpickle
 import hypothesis
 import psutil
 import pytest
@@ -65,9 +66,9 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What the imports made is no test's leak, and torch is large: leave it out of the collections around each test."""
-    gc.collect()
-    gc.freeze()
+    for module in {item.getparent(pytest.Module).obj for item in session.items}:
+        # Workers would otherwise import it for an environment that it defines, and with it pytest, torch and more.
+        cloudpickle.register_pickle_by_value(module)
     if not session.config.option.collectonly:
         real.start({kind for kind in real.KINDS for item in session.items if item.get_closest_marker(kind)})
 
@@ -79,6 +80,7 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
     gc.collect()
+    gc.freeze()  # what modules that tests import leave is large: no need to look at it after each test
     before = _state()
     yield
     gc.collect()
