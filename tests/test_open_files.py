@@ -25,7 +25,8 @@ SCRIPT = """
     else:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     try:
-        with ce.ClusterEnv("CartPole-v1", num_envs=workers, backend=ce.Local(workers=workers, network=bool(network))) as envs:
+        backend = ce.Local(workers=workers, network=bool(network))
+        with ce.ClusterEnv("CartPole-v1", num_envs=workers, backend=backend) as envs:
             envs.reset(seed=0)
             print("steps", envs.step([0] * workers)[1].sum())
     except ce.StartError as error:
