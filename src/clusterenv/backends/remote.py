@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from clusterenv.backends.addresses import parse_advertise, parse_port
 from clusterenv.errors import SpecError
 
 if TYPE_CHECKING:
@@ -25,7 +26,11 @@ class Remote:
     """
     Args:
         workers_per_node: environment processes on each machine.
-        port: of the head; 0 for any that is free.
+        bind: the address or interface of this machine to listen on, IPv4 or IPv6. None: the address from which this
+            machine reaches others; where it has no route, its only address that is not loopback.
+        port: to listen on: a port, a range (low, high) of which the first free one is taken, or 0 for any free one.
+        advertise: "host" or "host:port" that nodes dial, if it is not what the head listens on: a forwarded port, the
+            host of the container that this process runs in, a Kubernetes Service.
         folder: where to make the run's own folder (mode 0700) of key files, one per node; it is removed at the end.
         start_timeout_s: how long to wait for the nodes.
         max_nodes: how many `envs.scale` may ask for. Every node has the workers of its own slots, and of those whose
@@ -40,7 +45,9 @@ class Remote:
     """
 
     workers_per_node: int = 1
-    port: int = 0
+    bind: str | None = None
+    port: int | tuple[int, int] = 0
+    advertise: str | None = None
     folder: str | None = None
     start_timeout_s: float = 600.0
     min_nodes: int | None = None
@@ -62,11 +69,12 @@ class Remote:
             raise SpecError(f"{name}(min_nodes={self.min_nodes}): between 1 and nodes={nodes}")
         if self.max_nodes is not None and self.max_nodes < nodes:
             raise SpecError(f"{name}(max_nodes={self.max_nodes}): at least nodes={nodes}")
+        parse_port(self.port, name)
+        parse_advertise(self.advertise, name)
 
     def start_with(
         self,
         nodes: int,
-        bind: str | None,
         launch: Callable[[Plan], Jobs],
         blueprint: Blueprint,
         mode: AutoresetMode | None,
@@ -75,5 +83,4 @@ class Remote:
     ) -> Pool:
         from clusterenv.backends import network
 
-        address = network.address_of(bind)
-        return network.start(self, nodes, address, launch, blueprint, mode, recovery, events)
+        return network.start(self, nodes, launch, blueprint, mode, recovery, events)

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -74,7 +74,7 @@ class Slurm(Remote):
         cpus_per_worker: cores that each environment process gets.
         mem: of a node, as `sbatch --mem` has it ("8G").
         partition, account, qos, time_limit, gres, constraint: as the site has them; `time_limit` is `--time`.
-        interface: the interface or address of this machine that nodes can dial; None: the one that leads outside.
+        interface: another name of `bind`.
         env_vars: set on the nodes, besides the environment of this process, which they have.
         setup: shell lines to run on a node before anything else ("module load ...").
         extra: further options of `sbatch`: {"exclusive": None, "nodelist": "n[1-4]"}.
@@ -93,7 +93,7 @@ class Slurm(Remote):
     time_limit: str | None = None
     gres: str | None = None
     constraint: str | None = None
-    interface: str | None = None
+    interface: InitVar[str | None] = None
     env_vars: Mapping[str, str] = field(default_factory=dict)
     setup: Sequence[str] = ()
     extra: Mapping[str, str | int | None] = field(default_factory=dict)
@@ -103,7 +103,11 @@ class Slurm(Remote):
     # The lease: Ctrl-Z must not cost a place in the queue.
     heartbeat: tuple[float, float, float] = field(default=(1.0, 10.0, 300.0), kw_only=True)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, interface: str | None) -> None:
+        if interface is not None:
+            if self.bind not in (None, interface):
+                raise SpecError(f"Slurm(interface={interface!r}, bind={self.bind!r}): two names of one thing: give one")
+            object.__setattr__(self, "bind", interface)
         self._check(self.nodes)
         if self.mode not in ("submit", "srun"):
             raise SpecError(f'Slurm(mode={self.mode!r}): choose "submit" or "srun"')
@@ -136,7 +140,7 @@ class Slurm(Remote):
         def launch(plan: Plan) -> SlurmJobs | _Steps:
             return SlurmJobs(self, plan) if hosts is None else _Steps(self, plan, hosts)
 
-        return self.start_with(self.nodes, self.interface, launch, blueprint, mode, recovery, events)
+        return self.start_with(self.nodes, launch, blueprint, mode, recovery, events)
 
 
 # -- what is submitted --------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
@@ -221,9 +221,12 @@ class Chunk(_Message):
 
 
 class Leave(_Message):
-    """Give the seat up, or (-1) all of them: the run is over."""
+    """Give the seat up, or (-1) all of them, and end."""
 
     seat: int
+    reason: str = ""
+    failed: bool = False
+    """The run ended by an exception."""
 
 
 FromNode = Hello | Failed | Answer | Rung | Exited | Output | Beat | Pull | Bye
