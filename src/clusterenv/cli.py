@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,14 @@ def print_script(backend: str, options: list[str]) -> int:
 
 
 def _slurm_script(options: dict[str, Any]) -> str:
+    from clusterenv.backends.network import agent_command
     from clusterenv.backends.slurm import Slurm, job_script
 
-    folder = Path("~/.clusterenv").expanduser()
-    command = [sys.executable, "-m", "clusterenv", "node", "--join", str(folder / "clusterenv-RUN" / "node-0.key")]
+    slurm = Slurm(**options)
+    folder = Path(slurm.folder or tempfile.gettempdir()).expanduser()
+    command = agent_command(folder / "clusterenv-RUN" / "node-0.key", python=slurm.python)
     log = folder / "logs" / "RUN" / "node-0.log"
-    return job_script(Slurm(**options), "clusterenv-RUN", command, log, Path.cwd()).rstrip()
+    return job_script(slurm, "clusterenv-RUN", command, log, Path.cwd()).rstrip()
 
 
 def _kubernetes_manifests(options: dict[str, Any]) -> str:
