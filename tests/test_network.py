@@ -270,6 +270,19 @@ def test_17_a_node_that_is_asked_to_leave_in_a_rollout(net):
         psutil.wait_procs([node], timeout=5)
 
 
+def test_an_agent_that_outlives_its_job_is_told_to_leave(net):
+    """A container that its scheduler does not end: it must not come back in place of the job that replaces it."""
+    backend = Namespaces(net, heartbeat=FAST)
+    with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
+        envs.reset(seed=1)
+        jobs = backend.jobs[0]
+        first, look = jobs.agents[0], jobs.look
+        jobs.look = lambda: {**look(), **({0: "was cancelled"} if jobs.agents[0] is first else {})}
+        step_until(envs, lambda: joined(envs) == 3 and not envs.stats()["missing_nodes"])
+        assert first.wait(10) == 0 and jobs.agents[0] is not first and jobs.agents[0].poll() is None
+        assert "its job is over: was cancelled" in jobs.log_tail(0)
+
+
 def test_a_replacement_that_dies_before_it_comes_is_asked_for_again(net):
     backend = Namespaces(net, heartbeat=FAST)
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:

@@ -15,8 +15,8 @@ import reprlib
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from dataclasses import InitVar, is_dataclass
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 
 import numpy as np
 
@@ -50,9 +50,9 @@ def check_fields(config: Any) -> None:
 
 
 def field_kinds(config: type) -> dict[str, Any]:
-    """Field → its annotation, evaluated; without those that only a type checker can evaluate."""
+    """Field or `InitVar` → its annotation, evaluated; without those that only a type checker can evaluate."""
     kinds: dict[str, Any] = {}
-    for field in fields(config):
+    for field in config.__dataclass_fields__.values():  # type: ignore[attr-defined]  # `fields()` leaves InitVars out
         owner = next(base for base in config.__mro__ if field.name in inspect.get_annotations(base))
         kind: Any = field.type
         if isinstance(kind, str):  # as typing.get_type_hints does, which fails for all where it fails for one
@@ -60,7 +60,8 @@ def field_kinds(config: type) -> dict[str, Any]:
                 kind = eval(kind, vars(sys.modules[owner.__module__]))
             except NameError:
                 continue
-        kinds[field.name] = kind
+        if get_origin(kind) is not ClassVar:
+            kinds[field.name] = kind.type if isinstance(kind, InitVar) else kind
     return kinds
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
@@ -86,12 +87,14 @@ def print_script(backend: str, options: list[str]) -> int:
 
 
 def _slurm_script(options: list[str]) -> str:
+    from clusterenv.backends.network import agent_command
     from clusterenv.backends.slurm import Slurm, job_script
 
-    folder = Path("~/.clusterenv").expanduser()
-    command = [sys.executable, "-m", "clusterenv", "node", "--join", str(folder / "clusterenv-RUN" / "node-0.key")]
+    slurm = _made(Slurm, options)
+    folder = Path(slurm.folder or tempfile.gettempdir()).expanduser()
+    command = agent_command(folder / "clusterenv-RUN" / "node-0.key", python=slurm.python)
     log = folder / "logs" / "RUN" / "node-0.log"
-    return job_script(_made(Slurm, options), "clusterenv-RUN", command, log, Path.cwd()).rstrip()
+    return job_script(slurm, "clusterenv-RUN", command, log, Path.cwd()).rstrip()
 
 
 def _kubernetes_manifests(options: list[str]) -> str:

@@ -53,7 +53,10 @@ from clusterenv.seat import Seat
 from clusterenv.transport.keys import Joining, KeyPair
 from clusterenv.transport.sockets import NodeSocket
 
-__all__ = ["NEVER", "Agent"]
+__all__ = ["FAILED", "NEVER", "Agent"]
+
+FAILED = 1
+"""Exit code: the head ended by an exception, or is gone for longer than the lease."""
 
 NEVER = 42
 """Exit code: this will not work however often it is tried."""
@@ -111,7 +114,7 @@ class Agent:
                     waited = time.monotonic() - last_there
                     if waited > self._patience_s or self._leaving is not None:
                         emit(logging.ERROR, f"no head for {waited:.0f} s: {problem}")
-                        return NEVER if not self._session else 0
+                        return FAILED if self._session else NEVER
                     time.sleep(_RETRY_S)
                     continue
             ended = self._turn()
@@ -128,7 +131,7 @@ class Agent:
                 time.sleep(_RETRY_S)
                 if time.monotonic() - last_there > self._patience_s:
                     emit(logging.ERROR, f"{self._joining.address} is not the head that this key file names")
-                    return NEVER
+                    return FAILED if self._session else NEVER  # a forwarded port answers when its head is gone
         return self._exit
 
     @property
@@ -143,14 +146,18 @@ class Agent:
         address = self._joining.address
         parts = urlsplit(address)
         try:
-            sockets.create_connection((parts.hostname or "", parts.port or 0), timeout=3.0).close()
+            with sockets.create_connection((parts.hostname or "", parts.port or 0), timeout=3.0) as found:
+                host, port = found.getpeername()[:2]
         except OSError as error:
             return (
-                f"{address} cannot be reached from {platform.node()}: {error.strerror or error}. Either the run "
-                "is over, or the head is behind a firewall or NAT: give it an address that nodes can dial (bind=...)"
+                f"{address} cannot be reached from {platform.node()}: {error.strerror or error}. Either the run is "
+                "over, or the head is behind a firewall or NAT: have it listen where nodes can dial it "
+                "(bind=, port=), or name the one that is forwarded to it (advertise=)"
             )
         keys = KeyPair(self._joining.public, self._joining.secret)
-        self._socket = NodeSocket(address, self._joining.head_key, keys, dead_after_s=self._dead_after_s)
+        # The address that has answered: of a name with several, ZeroMQ might take another.
+        resolved = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        self._socket = NodeSocket(resolved, self._joining.head_key, keys, dead_after_s=self._dead_after_s)
         self._socket.poll_on(self._poller)
         self._reader = node_reader()
         self._asked_at = time.monotonic()
@@ -221,6 +228,7 @@ class Agent:
         if isinstance(message, Welcome):
             self._session, self._is_welcome = message.session, True
             self._beat_s, self._lease_s = message.beat_s, message.lease_s
+            emit(logging.INFO, f"joined the run at {self._joining.address} as node {self._joining.node}")
             return
         if isinstance(message, Refused):
             emit(logging.ERROR, f"the head refuses this node: {message.reason}")
@@ -232,7 +240,8 @@ class Agent:
             return  # of a session that is over
         if isinstance(message, Leave):
             if message.seat < 0:
-                self._exit = 0
+                emit(logging.ERROR if message.failed else logging.INFO, message.reason)
+                self._exit = FAILED if message.failed else 0
             elif message.seat in self._seats:
                 self._drop(message.seat, 1.0)
         elif isinstance(message, Host):
@@ -274,6 +283,8 @@ class Agent:
             self._say(Failed(host.seat, str(error), is_code=False))
             return
         self._poller.register(seat.fileno(), zmq.POLLIN)
+        slots = [slot for _, its in host.workers for slot in its]
+        emit(logging.INFO, f"running slots {min(slots)}-{max(slots)} with {len(host.workers)} workers")
 
     # -- leaving ----------------------------------------------------------------------------------------------
 

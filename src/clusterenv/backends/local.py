@@ -111,6 +111,7 @@ class Local:
             raise SpecError(f"Local(workers={workers}, nodes={self.nodes}): every node has as many workers")
         remote = Remote(
             workers_per_node=workers // self.nodes,
+            bind="127.0.0.1",
             start_timeout_s=60.0,
             max_nodes=self.max_nodes,
             threads_per_worker=self.threads_per_worker,
@@ -124,7 +125,7 @@ class Local:
         def launch(plan: Plan) -> AgentProcesses:
             return AgentProcesses(plan, dead_after_s=self.heartbeat[1])
 
-        return remote.start_with(self.nodes, "127.0.0.1", launch, blueprint, mode, recovery, events)
+        return remote.start_with(self.nodes, launch, blueprint, mode, recovery, events)
 
 
 def split(num_envs: int, workers: int) -> list[list[int]]:

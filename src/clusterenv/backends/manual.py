@@ -26,18 +26,16 @@ class Manual(Remote):
 
     Args:
         nodes: how many machines.
-        bind: the address or interface of this machine that nodes can dial; None: the one that leads outside.
         others: as in `Remote`, which see.
     """
 
     nodes: int
-    bind: str | None = None
 
     def __post_init__(self) -> None:
         self._check(self.nodes)
 
     def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
-        return self.start_with(self.nodes, self.bind, _ByHand, blueprint, mode, recovery, events)
+        return self.start_with(self.nodes, _ByHand, blueprint, mode, recovery, events)
 
 
 class _ByHand:
@@ -48,6 +46,7 @@ class _ByHand:
         text = f"Copy each key file from {plan.folder} to its machine (scp keeps it private), and start there:\n"
         for i, (path, line) in enumerate(zip(plan.files[: plan.nodes], lines, strict=False)):
             text += f"  node {i}: {line}    # {path}\n"
+        text += f"The nodes dial {plan.address}.\n"
         self._lines, self._files = lines, plan.files
         instruct(text.rstrip())
 

@@ -5,24 +5,20 @@ A backend brings `Jobs`: how node agents are started, looked after and ended. It
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import ipaddress
 import os
 import secrets
 import shutil
-import socket
-import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.backends.addresses import dialled, listening_address, parse_advertise, parse_port
 from clusterenv.backends.keeper import Keeper
 from clusterenv.backends.leftovers import note_head
 from clusterenv.backends.local import split
@@ -37,9 +33,10 @@ from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
 from clusterenv.transport.keys import Joining, make_keys, private_folder, write_joining
 
-__all__ = ["Jobs", "Plan", "address_of", "start"]
+__all__ = ["Jobs", "Plan", "agent_command", "start"]
 
-_SIOCGIFADDR = 0x8915
+_QUIET_S = 2.0
+"""How long nodes are awaited before anything is logged about it."""
 
 _OTHERS_S = 5.0
 """How long the last of `min_nodes` nodes waits for others before the run begins without them."""
@@ -57,14 +54,21 @@ class Plan:
     allow_pickle: bool
     nodes: int
     """So many are wanted at first, of those that have a key file."""
+    address: str
+    """What nodes dial."""
 
-    def command(self, node: int) -> list[str]:
-        """Starts the agent of this node on a machine that sees the same files."""
-        return [sys.executable, "-m", "clusterenv", "node", "--join", str(self.files[node]), *self.options]
+    def command(self, node: int, python: str | None = None) -> list[str]:
+        """Return the command that starts the agent of this node on a machine that sees the same files."""
+        return agent_command(self.files[node], self.options, python)
 
     @property
     def options(self) -> list[str]:
         return [] if self.allow_pickle else ["--no-pickle"]
+
+
+def agent_command(key: Path, options: Sequence[str] = (), python: str | None = None) -> list[str]:
+    """Return the command that starts a node agent; `python`: an interpreter other than this one."""
+    return [python or sys.executable, "-m", "clusterenv", "node", "--join", str(key), *options]
 
 
 class Jobs(Protocol):
@@ -105,14 +109,15 @@ class Jobs(Protocol):
 def start(
     remote: Remote,
     nodes: int,
-    bind: str,
     launch: Callable[[Plan], Jobs],
     blueprint: Blueprint,
     mode: AutoresetMode | None,
     recovery: Recovery,
     events: EventLog,
 ) -> Pool:
-    """Listen on this address, have node agents started, wait for them all, and make the pool."""
+    """Listen, have node agents started, wait for them all, and make the pool."""
+    host = listening_address(type(remote).__name__, remote.bind)
+    advertised = parse_advertise(remote.advertise)
     most, each = remote.max_nodes or nodes, remote.workers_per_node
     workers = most * each
     if workers > blueprint.num_envs:
@@ -132,8 +137,8 @@ def start(
         head = Head(
             keys,
             [pair.public for pair in node_keys],
-            bind,
-            remote.port,
+            host,
+            parse_port(remote.port),
             Timing(*remote.heartbeat, remote.move_after_s),
             events,
             keeper,
@@ -149,13 +154,14 @@ def start(
         keeper.stop()
         shutil.rmtree(folder, ignore_errors=True)
 
+    address = dialled(head.address, advertised)
     try:
         files = tuple(folder / f"node-{i}.key" for i in range(most))
         for i, (path, pair) in enumerate(zip(files, node_keys, strict=True)):
-            write_joining(path, Joining(run, i, head.address, keys.public, pair.public, pair.secret))
-        jobs = launch(Plan(run, folder, files, head.timing.lease_s, remote.allow_pickle, nodes))
+            write_joining(path, Joining(run, i, address, keys.public, pair.public, pair.secret))
+        jobs = launch(Plan(run, folder, files, head.timing.lease_s, remote.allow_pickle, nodes, address))
         keeper.keep(jobs)
-        _await(head, keeper, jobs, remote, nodes, blueprint.num_envs)
+        _await(head, address, keeper, jobs, remote, nodes, blueprint.num_envs)
         head.share_out()
         slots_of = split(blueprint.num_envs, workers)
         seat_of = [worker // each for worker in range(workers)]
@@ -178,10 +184,11 @@ def start(
         raise
 
 
-def _await(head: Head, keeper: Keeper, jobs: Jobs, remote: Remote, nodes: int, num_envs: int) -> None:
+def _await(head: Head, address: str, keeper: Keeper, jobs: Jobs, remote: Remote, nodes: int, num_envs: int) -> None:
     """Until every node is here, with a line that says who is missing."""
     deadline = time.monotonic() + remote.start_timeout_s
     shown = ""
+    where = address if address == head.address else f"{address} (the head listens on {head.address})"
     last, came = len(head.roster.missing), time.monotonic()
     while missing := head.roster.missing:
         here = nodes - len(missing)
@@ -192,7 +199,9 @@ def _await(head: Head, keeper: Keeper, jobs: Jobs, remote: Remote, nodes: int, n
             return
         line = f"{here}/{nodes} nodes, {num_envs * here // nodes}/{num_envs} environments, waiting for "
         line += ", ".join(_described(jobs, i) for i in missing[:5]) + (" ..." if len(missing) > 5 else "")
-        if line != shown and time.monotonic() > deadline - remote.start_timeout_s + 2.0:
+        if line != shown and time.monotonic() > deadline - remote.start_timeout_s + _QUIET_S:
+            if not shown:
+                emit_progress(f"waiting for {len(missing)} nodes at {where}")
             emit_progress(line)
             shown = line
         over = {node: why for node, why in keeper.over.items() if node in missing}
@@ -203,8 +212,8 @@ def _await(head: Head, keeper: Keeper, jobs: Jobs, remote: Remote, nodes: int, n
             raise StartError(f"{text}{_tails(jobs, list(refused or over))}")
         if time.monotonic() > deadline:
             raise StartError(
-                f"{line} after {remote.start_timeout_s:g} s. The head listens on {head.address}: nodes must be able "
-                f"to dial it (bind=... chooses another address){_tails(jobs, missing)}"
+                f"{line} after {remote.start_timeout_s:g} s. The nodes dial {where}: check that they can reach it; "
+                f"bind= and port= choose where the head listens, advertise= what nodes dial{_tails(jobs, missing)}"
             )
         head.pump(0.1)
 
@@ -216,26 +225,6 @@ def _described(jobs: Jobs, node: int) -> str:
 
 def _tails(jobs: Jobs, nodes: list[int]) -> str:
     return "".join(f"\nlast words of node {node}:\n{jobs.log_tail(node)}" for node in nodes[:3])
-
-
-def address_of(bind: str | None) -> str:
-    """An address of this machine: as given, of a named interface, or the one that leads outside."""
-    if bind is None:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("10.255.255.255", 1))  # nothing is sent: the kernel says which address it would use
-            return str(probe.getsockname()[0])
-        return "127.0.0.1"
-    if bind in ("*", "0.0.0.0", "::"):
-        raise SpecError(f"bind={bind!r} would listen on every network: name an address or an interface")
-    with contextlib.suppress(ValueError):
-        return str(ipaddress.ip_address(bind))
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", bind.encode()[:15]))
-    except OSError:
-        names = [name for _, name in socket.if_nameindex()]
-        raise SpecError(f"bind={bind!r} is no address and no interface with one; there are {names}") from None
-    return socket.inet_ntoa(answer[20:24])
 
 
 def read_tail(path: Path, size: int = 4000) -> str:

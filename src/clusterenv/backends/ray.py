@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,6 @@ class Ray(Remote):
         cpus_per_node: cores that Ray reserves for each; None: one per worker.
         resources: custom resources that each needs, as Ray names them.
         address: of the Ray cluster; "auto" finds the one of this machine, "local" starts one for this run.
-        bind: the address or interface of this machine that nodes can dial; None: the one that leads outside.
         others: as in `Remote`, which see.
     """
 
@@ -57,7 +56,6 @@ class Ray(Remote):
     cpus_per_node: float | None = None
     resources: Mapping[str, float] = field(default_factory=dict)
     address: str = "auto"
-    bind: str | None = None
 
     def __post_init__(self) -> None:
         self._check(self.nodes)
@@ -75,9 +73,12 @@ class Ray(Remote):
                 ray.init(address=self.address, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, RuntimeError, ValueError, AssertionError) as error:
                 raise StartError(f"Ray({self.address!r}) cannot be reached: {error}") from None
+        # The nodes of a cluster that was started for the run are processes of this machine.
+        is_here = is_ours and self.address == "local"
+        remote = replace(self, bind="127.0.0.1") if is_here and self.bind is None else self
         try:
-            return self.start_with(
-                self.nodes, self.bind, lambda plan: _Actors(self, plan, is_ours), blueprint, mode, recovery, events
+            return remote.start_with(
+                self.nodes, lambda plan: _Actors(self, plan, is_ours), blueprint, mode, recovery, events
             )
         except BaseException:
             if is_ours:

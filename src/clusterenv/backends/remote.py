@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from clusterenv.arguments import check_fields, expect
+from clusterenv.backends.addresses import parse_advertise, parse_port
 from clusterenv.errors import SpecError
 
 if TYPE_CHECKING:
@@ -27,7 +28,11 @@ class Remote:
     """
     Args:
         workers_per_node: environment processes on each machine.
-        port: of the head; 0 for any that is free.
+        bind: the address or interface of this machine to listen on, IPv4 or IPv6. None: the address from which this
+            machine reaches others; where it has no route, its only address that is not loopback.
+        port: to listen on: a port, a range (low, high) of which the first free one is taken, or 0 for any free one.
+        advertise: "host" or "host:port" that nodes dial, if it is not what the head listens on: a forwarded port, the
+            host of the container that this process runs in, a Kubernetes Service.
         folder: where to make the run's own folder (mode 0700) of key files, one per node; it is removed at the end.
         start_timeout_s: how long to wait for the nodes.
         max_nodes: how many `envs.scale` may ask for. Every node has the workers of its own slots, and of those whose
@@ -42,7 +47,9 @@ class Remote:
     """
 
     workers_per_node: int = 1
-    port: int = 0
+    bind: str | None = None
+    port: int | tuple[int, int] = 0
+    advertise: str | None = None
     folder: str | os.PathLike[str] | None = None
     start_timeout_s: float = 600.0
     min_nodes: int | None = None
@@ -58,6 +65,8 @@ class Remote:
 
     def _check(self, nodes: int) -> None:
         name = type(self).__name__
+        parse_port(self.port, name)  # first: these name what they expect better than their annotations do
+        parse_advertise(self.advertise, name)
         check_fields(self)
         expect(name, "nodes", nodes, int, least=1)
         expect(name, "workers_per_node", self.workers_per_node, int, least=1)
@@ -69,7 +78,6 @@ class Remote:
     def start_with(
         self,
         nodes: int,
-        bind: str | None,
         launch: Callable[[Plan], Jobs],
         blueprint: Blueprint,
         mode: AutoresetMode | None,
@@ -78,5 +86,4 @@ class Remote:
     ) -> Pool:
         from clusterenv.backends import network
 
-        address = network.address_of(bind)
-        return network.start(self, nodes, address, launch, blueprint, mode, recovery, events)
+        return network.start(self, nodes, launch, blueprint, mode, recovery, events)

@@ -21,6 +21,7 @@ import zmq
 from clusterenv.errors import ProtocolError
 from clusterenv.events import Event, EventLog
 from clusterenv.head.checks import mismatch
+from clusterenv.head.ending import Ending
 from clusterenv.head.offers import Offers, Weights
 from clusterenv.head.roster import Admit, Dismiss, Instruction, Refuse, Replace, Roster, Seated, Unseated
 from clusterenv.protocol.frames import FRAME_LIMIT, Reader, head_reader, to_wire
@@ -105,6 +106,7 @@ class _Caller:
 class Head:
     """
     Args:
+        host, ports: where to listen: on the first of these ports that is free (0: on any).
         node_keys: public keys of the nodes, in the order of their numbers.
         cores: that a node must have.
         invited: so many of the nodes take part at first.
@@ -114,8 +116,8 @@ class Head:
         self,
         keys: KeyPair,
         node_keys: list[str],
-        bind: str,
-        port: int,
+        host: str,
+        ports: Sequence[int],
         timing: Timing,
         events: EventLog,
         keeper: Keeper,
@@ -123,12 +125,13 @@ class Head:
         sends_pickle: bool = True,
         invited: int | None = None,
     ) -> None:
-        self._socket = HeadSocket(bind, port, keys, frame_limit=FRAME_LIMIT, dead_after_s=timing.dead_after_s)
+        self._socket = HeadSocket(host, ports, keys, frame_limit=FRAME_LIMIT, dead_after_s=timing.dead_after_s)
         self.address = self._socket.address
         self._node_of = {key: number for number, key in enumerate(node_keys)}
         for key in node_keys:
             self._socket.allow(key)
         self.timing = timing
+        self._ending = Ending()
         self._cores = cores  # that a node must have
         self._sends_pickle = sends_pickle
         self._events = events
@@ -234,6 +237,8 @@ class Head:
         if now >= self._next_tick:
             self._next_tick = now + _TICK_S
             for node, reason in self._keeper.over.items():
+                # An agent in a container may outlive its job; it must not come back in place of the next one.
+                self._send(node, Leave(-1, f"its job is over: {reason}"))
                 self._do(self.roster.gone(node, reason, now))
             self._do(self.roster.tick(began, self._listening_since))
 
@@ -320,7 +325,7 @@ class Head:
             elif isinstance(item, Seated):
                 self.seat_events.append(item)
             elif isinstance(item, Dismiss):
-                self._send(item.node, Leave(-1))
+                self._send(item.node, Leave(-1, "the run needs fewer nodes"))
                 if self._active.pop(item.node, None) is not None:
                     self._events.add(Event("node_left", f"node {item.node}: scaled down"), level=logging.INFO)
                 self._keeper.let_go(item.node)
@@ -367,11 +372,12 @@ class Head:
         """Tell everybody that the run is over. Idempotent."""
         if self._quit.is_set():
             return
+        error = self._ending.error()
         self._quit.set()
         os.eventfd_write(self._mine.wake, 1)
         self._thread.join()
         for node in list(self._active):
-            self._send(node, Leave(-1))
+            self._send(node, Leave(-1, f"the run failed: {error}" if error else "the run is over", bool(error)))
         deadline = time.monotonic() + 1.0
         while self._active and time.monotonic() < deadline:  # what was said must be out before the socket closes
             self._poller.poll(50)

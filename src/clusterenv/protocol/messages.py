@@ -245,9 +245,12 @@ class Withdrawn(_Message):
 
 
 class Leave(_Message):
-    """Give the seat up, or (-1) all of them: the run is over."""
+    """Give the seat up, or (-1) all of them, and end."""
 
     seat: int
+    reason: str = ""
+    failed: bool = False
+    """The run ended by an exception."""
 
 
 FromNode = Hello | Failed | Answer | Rung | Exited | Output | StackTrace | Beat | Pull | Bye
