@@ -103,8 +103,12 @@ MISTAKES = {
     "a negative seed": (lambda e: collect(e, seed=-1), "seed=-1", "expected 0 or more"),
     "an unknown on_loss": (lambda e: collect(e, on_loss="drop"), "on_loss='drop'", 'expected "rerun" or "mask"'),
     "an unknown codec": (lambda e: collect(e, codec="zip"), "codec='zip'", "choose one of fp32"),
-    "class of a policy": (lambda e: e.collector(ce.RandomPolicy), "RandomPolicy'>", "write RandomPolicy(...)"),
-    "class of a module": (lambda e: ce.TorchPolicy(torch.nn.Linear), "Linear'>", "write Linear(...)"),
+    "class of a policy": (
+        lambda e: e.collector(ce.RandomPolicy),
+        "agent=<class RandomPolicy>",
+        "write RandomPolicy(...)",
+    ),
+    "class of a module": (lambda e: ce.TorchPolicy(torch.nn.Linear), "module=<class Linear>", "write Linear(...)"),
     "one prefix": (
         lambda e: ce.TorchPolicy(torch.nn.Linear(4, 2), acting="weight"),
         "acting='weight'",
@@ -133,7 +137,11 @@ MISTAKES = {
     "a stream's min_envs": (lambda e: collect(e).stream(8, min_envs=9), "min_envs=9", "expected 1 to 2, or None"),
     "episodes as the agent": (lambda e: collect(e).evaluate(32), "agent=32", "write evaluate(episodes=32)"),
     # calls
-    "a word as a seed": (lambda e: e.reset(seed=[1, "a"]), "seed=[1, 'a']", "expected a list of values"),
+    "a word as a seed": (
+        lambda e: e.reset(seed=[1, "a"]),
+        "seed=[1, 'a']",
+        "expected whole numbers, or None for a slot",
+    ),
     "options as a number": (lambda e: e.reset(options=3), "options=3", "expected a dict or None"),
     "a mask for slots": (
         lambda e: (e.reset(), e.send([0], np.array([True, False]))),

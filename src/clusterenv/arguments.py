@@ -58,7 +58,7 @@ def field_kinds(config: type) -> dict[str, Any]:
         if isinstance(kind, str):  # as typing.get_type_hints does, which fails for all where it fails for one
             try:
                 kind = eval(kind, vars(sys.modules[owner.__module__]))
-            except NameError:
+            except Exception:  # a subclass of the user's may be annotated with anything
                 continue
         if get_origin(kind) is not ClassVar:
             kinds[field.name] = kind.type if isinstance(kind, InitVar) else kind

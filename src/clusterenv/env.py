@@ -296,11 +296,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             chosen = None
             busy = bool(self._pool.awaited.any())
         else:
-            try:
-                chosen = [operator.index(slot) for slot in slots]
-            except TypeError:
-                hint = "write np.flatnonzero(mask)" if getattr(slots, "dtype", None) == np.bool_ else ""
-                raise refused("send", "slots", slots, "a list of whole numbers", hint) from None
+            chosen = _indices("send", "slots", slots)
             if not chosen:
                 raise UsageError("send(): slots is empty")
             if len(set(chosen)) != len(chosen) or min(chosen) < 0 or max(chosen) >= self.num_envs:
@@ -315,8 +311,10 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
     def recv(self, min_envs: int | None = None, timeout_s: float | None = None) -> StepResult:
         """Rows of at least `min_envs` slots (None: all in flight), ascending by slot; `infos["slot"]` names them."""
         self._refuse_unready("recv")
-        expect("recv", "min_envs", min_envs, int | None)
-        expect("recv", "timeout_s", timeout_s, float | None, least=0)
+        if min_envs is not None:
+            expect("recv", "min_envs", min_envs, int)
+        if timeout_s is not None:
+            expect("recv", "timeout_s", timeout_s, float, least=0)
         in_flight = int(self._pool.awaited.sum())
         if in_flight == 0:
             raise UsageError("recv(): nothing is in flight; send() first")
@@ -484,10 +482,12 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         if isinstance(seed, (list, tuple, np.ndarray)):
             if len(seed) != n:
                 raise SpecError(f"reset(seed=...): {len(seed)} seeds for {n} environments")
-            expect("reset", "seed", seed, Sequence[int | None])
-            seeds = [None if value is None else operator.index(value) for value in seed]
+            try:
+                seeds = [None if value is None else operator.index(value) for value in seed]
+            except TypeError:
+                raise refused("reset", "seed", seed, "whole numbers, or None for a slot") from None
             return seeds, list(seeds)
-        expect("reset", "seed", seed, int | Sequence[int | None] | None)
+        expect("reset", "seed", seed, int | Sequence[int] | None)
         base = operator.index(seed)
         return [base + i for i in range(n)], [base] * n
 
@@ -502,8 +502,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
     def _some(self, slots: Any, what: str) -> list[int]:
         """Check slots whose attributes are read or set."""
-        expect(what, "slots", slots, Sequence[int])
-        chosen = [operator.index(slot) for slot in slots]
+        chosen = _indices(what, "slots", slots)
         if len(set(chosen)) != len(chosen) or not all(0 <= slot < self.num_envs for slot in chosen):
             raise refused(what, "slots", slots, f"different slots within 0..{self.num_envs - 1}")
         if self._pool.is_vector:
@@ -543,6 +542,15 @@ def _acted_infos(parts: list[Acted], num_envs: int) -> dict[str, Any]:
             array[part.slots] = values
         there[part.slots] = True
     return {**infos, **{f"_{name}": there.copy() for name in infos}}
+
+
+def _indices(call: str, name: str, values: Any) -> list[int]:
+    """Return slots as ints; quick where they are some."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        hint = "write np.flatnonzero(mask)" if getattr(values, "dtype", None) == np.bool_ else ""
+        raise refused(call, name, values, "a list of whole numbers", hint) from None
 
 
 def _autoreset_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:

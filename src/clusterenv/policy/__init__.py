@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from clusterenv.arguments import shown
 from clusterenv.errors import PolicyError
 from clusterenv.policy.base import Policy
 
@@ -25,8 +26,8 @@ def as_policy(agent: Any) -> Policy:
     else:
         hint = "; write NumpyPolicy(forward, weights)" if callable(agent) else ""
     raise PolicyError(
-        f"collector(agent={agent!r}): expected a torch.nn.Module, TorchPolicy(module, dist=...), NumpyPolicy(...), "
-        f"RandomPolicy() or a Stable-Baselines3 algorithm{hint}"
+        f"collector(agent={shown(agent)}): expected a torch.nn.Module, TorchPolicy(module, dist=...), "
+        f"NumpyPolicy(...), RandomPolicy() or a Stable-Baselines3 algorithm{hint}"
     )
 
 

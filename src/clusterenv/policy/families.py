@@ -361,9 +361,9 @@ def stack_masks(masks: Sequence[Any], size: int) -> Any:
     """Return the masks of several environments as bools [B, size]; one that gave none (None) allows everything."""
     everything = np.ones(size, dtype=np.bool_)
     rows = [everything if mask is None else np.asarray(mask, dtype=np.bool_).reshape(-1) for mask in masks]
-    for row in rows:
-        if len(row) != size:
-            raise PolicyError(f"an action mask has {len(row)} entries, but the policy chooses among {size} actions")
+    other = set(map(len, rows)) - {size}
+    if other:
+        raise PolicyError(f"an action mask has {min(other)} entries, but the policy chooses among {size} actions")
     return np.stack(rows)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class NumpyPolicy:
     """
 
     forward: Callable[[Weights, Any], Any]
-    values: Weights
+    values: Mapping[str, Any]
     dist: str = "categorical"
     action_mask: str | None = None
     epsilon: Any = 0.0

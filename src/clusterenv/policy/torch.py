@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from gymnasium import Space
 
-from clusterenv.arguments import expect
+from clusterenv.arguments import expect, shown
 from clusterenv.batch import map_arrays
 from clusterenv.errors import PolicyError
 from clusterenv.policy.base import PAD, Prepared
@@ -77,7 +77,7 @@ class TorchPolicy:
     ) -> None:
         if not isinstance(module, torch.nn.Module):
             hint = f"; this is the class, write {module.__name__}(...)" if isinstance(module, type) else ""
-            raise PolicyError(f"TorchPolicy(module={module!r}): expected a torch.nn.Module{hint}")
+            raise PolicyError(f"TorchPolicy(module={shown(module)}): expected a torch.nn.Module{hint}")
         expect("TorchPolicy", "dist", dist, Callable[..., Any] | str | None)
         expect("TorchPolicy", "acting", acting, Sequence[str] | None)
         expect("TorchPolicy", "initial_state", initial_state, Callable[..., Any] | None)
