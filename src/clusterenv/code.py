@@ -90,7 +90,8 @@ def missing_package(text: str, where: str) -> str:
         return f"{package!r} on {where} has no module {module!r}: install the same version there as here"
     own = sources.find_own(package)
     if own is None:
-        return f"package {package!r} is missing on {where}: install it there, as it is installed here"
+        here = ", as it is installed here" if sources.is_importable(package) else ". It cannot be imported here, either"
+        return f"package {package!r} is missing on {where}: install it there{here}"
     advice = f"module {package!r} is missing on {where}; here it is in {own.wanted.folder}"
     if own.unsendable:
         return f"{advice}. It was not sent because {own.unsendable}: put that folder on the nodes' PYTHONPATH"

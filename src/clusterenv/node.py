@@ -88,6 +88,7 @@ class Agent:
         self._beat_s = 1.0
         self._session = 0
         self._instance = secrets.token_hex(8)
+        self._versions = versions.installed()
         self._seats: dict[int, Seat] = {}
         self._awaiting: dict[int, _AwaitsCode] = {}
         self._socket: NodeSocket | None = None
@@ -178,7 +179,7 @@ class Agent:
             os.getpid(),
             len(os.sched_getaffinity(0)),
             self._allow_pickle,
-            versions.installed(),
+            self._versions,
         )
         self._say(hello)
         return None

@@ -24,7 +24,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-__all__ = ["Comparison", "Package", "Wanted", "collect", "compare", "find_own", "install", "pack", "top_level"]
+__all__ = [
+    "Comparison",
+    "Package",
+    "Wanted",
+    "collect",
+    "compare",
+    "find_own",
+    "install",
+    "is_importable",
+    "pack",
+    "top_level",
+]
 
 _EVERYWHERE = frozenset(
     {"__main__", "__mp_main__", "clusterenv", "cloudpickle", "gymnasium", "msgspec", "numpy", "zmq"}
@@ -139,6 +150,10 @@ def find_own(name: str) -> Package | None:
         return Package(wanted, (), f"a file cannot be read ({error})")
     namespaces = tuple(File(e.module, True, "", b"") for e in listing if not e.path)
     return Package(wanted, files + namespaces, "")
+
+
+def is_importable(name: str) -> bool:
+    return _find_spec(name) is not None
 
 
 def pack(packages: Iterable[Package]) -> bytes:
