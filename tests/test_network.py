@@ -25,6 +25,7 @@ from experiments.ppo import PPO
 from netns import Network
 from stepping import joined, kinds, step_until
 from test_aps import net as mlp
+from toys import linear
 
 pytestmark = pytest.mark.network
 ID = "CartPole-v1"
@@ -32,13 +33,9 @@ FAST = (0.2, 1.5, 3.0)  # beat, dead after, lease
 RECOVERY = ce.Recovery(backoff_s=(0.05, 0.1))
 
 
-def forward(weights, obs):
-    return obs @ weights["w"]
-
-
 def numpy_policy():
     """Workers that act with it need not import torch first."""
-    return ce.NumpyPolicy(forward, {"w": np.ones((4, 2), np.float32)}, dist="categorical")
+    return ce.NumpyPolicy(linear, {"w": np.ones((4, 2), np.float32)}, dist="categorical")
 
 
 def zeros(n=4):
@@ -631,7 +628,7 @@ def test_19_a_late_joiner_collects_with_the_current_weights(net):
     backend = Namespaces(net, heartbeat=FAST)
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         weights = {"w": np.ones((4, 2), np.float32)}
-        collector = envs.collector(ce.NumpyPolicy(forward, weights, dist="categorical"), seed=1)
+        collector = envs.collector(ce.NumpyPolicy(linear, weights, dist="categorical"), seed=1)
         collector.rollout(8)
         backend.jobs[0].is_full = True
         agents()[0].kill()

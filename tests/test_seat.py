@@ -12,6 +12,7 @@ from clusterenv.head.offers import Offers
 from clusterenv.pool.crew import Exit
 from clusterenv.protocol.messages import Chunk, Exited, Host, Offer, Pull, Tell, Withdrawn
 from clusterenv.seat import Seat
+from clusterenv.spec import Delivered
 
 
 class FakeProcesses:
@@ -48,8 +49,8 @@ def node(monkeypatch):
     monkeypatch.setattr(seat_module, "ProcessCrew", FakeProcesses)
     sent: list[Any] = []
     workers = ((4, (0,)), (5, (1,)))
-    host = Host(2, workers, 2, None, None, True, 1, (), "refuse", False)
-    seat = Seat(host, b"", lambda message, frames: sent.append(message))
+    host = Host(2, workers, 2, None, None, True, 1, (), "refuse", False, ())
+    seat = Seat(host, b"", Delivered({}, b""), lambda message, frames: sent.append(message))
     for worker, _ in workers:
         seat.start(worker)
     return seat, seat._crew, sent

@@ -19,7 +19,7 @@ from gymnasium import Space
 from clusterenv.arguments import expect, fits, refused
 from clusterenv.assembly import Part, put_together, size_of
 from clusterenv.batch import Evaluation, Receipt, Rollout, map_arrays
-from clusterenv.code import dumps
+from clusterenv.code import carry, dumps, why
 from clusterenv.errors import PolicyError, UsageError
 from clusterenv.events import Event, emit
 from clusterenv.policy import as_policy
@@ -51,6 +51,8 @@ class Home(Protocol):
     attached: Collector | None
     is_remote: bool
     allow_pickle: bool
+    known_packages: frozenset[str]
+    """The user's own packages that the nodes were asked about when they joined."""
     single_observation_space: Space[Any]
     single_action_space: Space[Any]
 
@@ -89,9 +91,12 @@ class Collector:
         prepared = self._policy.prepare(envs.single_observation_space, envs.single_action_space)
         emit(logging.INFO, f"policy recognised: {prepared.description}")
         try:
-            recipe = dumps(prepared.recipe, by_value=envs.is_remote)
+            is_sent = envs.is_remote and envs.allow_pickle
+            recipe = carry(prepared.recipe, envs.known_packages) if is_sent else dumps(prepared.recipe)
         except Exception as error:  # pickling runs user code (__reduce__), which may raise anything
-            raise PolicyError(f"the policy cannot be pickled, so it cannot travel to the workers: {error!r}") from error
+            what = f"{type(error).__name__}: {why(error)}"
+            raise PolicyError(f"the policy cannot be pickled, so it cannot travel to the workers: {what}") from error
+        self._pool.need_packages(getattr(self._policy, "packages", ()))
         own_seed = secrets.randbits(128) if seed is None else seed
         travels = recipe if envs.allow_pickle else named(self._policy)
         self._attached = Attached(travels, prepared.family, prepared.mask, own_seed, tuple(info_keys))

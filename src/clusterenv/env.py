@@ -76,7 +76,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         check_backend(backend)
         expect("ClusterEnv", "recovery", recovery, Recovery | None)
         expect("ClusterEnv", "copy", copy, bool)
-        plan = blueprint(env, num_envs, env_kwargs, by_value=backend.is_remote, allow_pickle=backend.allow_pickle)
+        plan = blueprint(env, num_envs, env_kwargs, is_remote=backend.is_remote, allow_pickle=backend.allow_pickle)
         mode = _autoreset_mode(autoreset_mode)
         if mode is None and not plan.is_vector:
             mode = AutoresetMode.NEXT_STEP
@@ -85,6 +85,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self.copy = copy
         self.spec: EnvSpec | None = plan.spec
         self.is_remote, self.allow_pickle = backend.is_remote, backend.allow_pickle
+        self.known_packages = frozenset(package.wanted.name for package in plan.packages)
         self._events = EventLog()
         pool = backend.start(plan, mode, recovery, self._events)
         self._pool = pool

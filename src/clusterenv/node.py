@@ -17,12 +17,13 @@ import socket as sockets
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import gymnasium
 import zmq
 
+from clusterenv import versions
 from clusterenv._version import __version__
 from clusterenv.cpus import usable_cores
 from clusterenv.errors import ProtocolError, StartError
@@ -33,11 +34,13 @@ from clusterenv.protocol.messages import (
     Beat,
     Bye,
     Chunk,
+    Code,
     Failed,
     Fragments,
     Hello,
     Host,
     Kill,
+    Lacks,
     Leave,
     Offer,
     Refused,
@@ -50,6 +53,8 @@ from clusterenv.protocol.messages import (
     Withdrawn,
 )
 from clusterenv.seat import Seat
+from clusterenv.sources import compare
+from clusterenv.spec import Delivered
 from clusterenv.transport.keys import Joining, KeyPair
 from clusterenv.transport.sockets import NodeSocket
 
@@ -68,6 +73,16 @@ _RETRY_S = 0.5
 _ANSWER_S = 10.0
 
 
+class _AwaitsCode(NamedTuple):
+    """A seat that cannot start before the head has sent what this node lacks."""
+
+    host: Host
+    payload: bytes
+    folders: dict[str, str]
+    messages: list[tuple[Any, list[Any]]]
+    """What the head said to it meanwhile."""
+
+
 class Agent:
     def __init__(
         self, joining: Joining, lease_s: float = 60.0, dead_after_s: float = 10.0, allow_pickle: bool = True
@@ -79,7 +94,9 @@ class Agent:
         self._beat_s = 1.0
         self._session = 0
         self._instance = secrets.token_hex(8)
+        self._versions = versions.installed()
         self._seats: dict[int, Seat] = {}
+        self._awaiting: dict[int, _AwaitsCode] = {}
         self._socket: NodeSocket | None = None
         self._reader = node_reader()
         self._poller = zmq.Poller()
@@ -172,6 +189,7 @@ class Agent:
             os.getpid(),
             usable_cores(),
             self._allow_pickle,
+            self._versions,
         )
         self._say(hello)
         return None
@@ -242,10 +260,14 @@ class Agent:
             if message.seat < 0:
                 emit(logging.ERROR if message.failed else logging.INFO, message.reason)
                 self._exit = FAILED if message.failed else 0
-            elif message.seat in self._seats:
+            else:
                 self._drop(message.seat, 1.0)
         elif isinstance(message, Host):
             self._host(message, bytes(frames[0]))
+        elif isinstance(message, Code):
+            self._code_came(message.seat, bytes(frames[0]))
+        elif message.seat in self._awaiting:
+            self._awaiting[message.seat].messages.append((message, frames))
         elif message.seat in self._seats:
             self._seat_message(self._seats[message.seat], message, frames)
 
@@ -275,10 +297,26 @@ class Agent:
         if not self._allow_pickle and not host.is_named:
             self._say(Failed(host.seat, "this node takes no pickled code (--no-pickle)"))
             return
-        if host.seat in self._seats:
-            self._drop(host.seat, 0.0)
+        self._drop(host.seat, 0.0)
+        folders, lacking = compare(host.packages)
+        if lacking:
+            self._awaiting[host.seat] = _AwaitsCode(host, payload, folders, [])
+            self._say(Lacks(host.seat, lacking))
+        else:
+            self._start_seat(host, payload, Delivered(folders, b""))
+
+    def _code_came(self, number: int, archive: bytes) -> None:
+        waiting = self._awaiting.pop(number, None)
+        if waiting is None:
+            return
+        self._start_seat(waiting.host, waiting.payload, Delivered(waiting.folders, archive))
+        for message, frames in waiting.messages:
+            if number in self._seats:
+                self._seat_message(self._seats[number], message, frames)
+
+    def _start_seat(self, host: Host, payload: bytes, delivered: Delivered) -> None:
         try:
-            seat = self._seats[host.seat] = Seat(host, payload, self._say)
+            seat = self._seats[host.seat] = Seat(host, payload, delivered, self._say)
         except StartError as error:
             self._say(Failed(host.seat, str(error), is_code=False))
             return
@@ -299,10 +337,12 @@ class Agent:
         return now - self._leaving > _GRACE_S or not any(seat.is_busy for seat in self._seats.values())
 
     def _drop(self, number: int, timeout_s: float) -> None:
-        seat = self._seats.pop(number)
-        self._poller.unregister(seat.fileno())
-        seat.close(timeout_s)
+        self._awaiting.pop(number, None)
+        seat = self._seats.pop(number, None)
+        if seat is not None:
+            self._poller.unregister(seat.fileno())
+            seat.close(timeout_s)
 
     def _drop_seats(self, timeout_s: float) -> None:
-        for number in list(self._seats):
+        for number in [*self._awaiting, *self._seats]:
             self._drop(number, timeout_s)

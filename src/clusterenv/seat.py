@@ -39,7 +39,7 @@ from clusterenv.protocol.messages import (
     StackTrace,
     Tell,
 )
-from clusterenv.spec import Blueprint
+from clusterenv.spec import Blueprint, Delivered
 
 __all__ = ["Seat"]
 
@@ -69,14 +69,22 @@ class _Pulling:
 
 
 class Seat:
-    def __init__(self, host: Host, payload: bytes, send: Send) -> None:
+    def __init__(self, host: Host, payload: bytes, delivered: Delivered, send: Send) -> None:
         self.number = host.seat
         self._send = send
         self._slots = dict(host.workers)
         self._local = {worker: i for i, (worker, _) in enumerate(host.workers)}
         self._global = [worker for worker, _ in host.workers]
         spec = _Entry(host.entry_point) if host.entry_point else None
-        blueprint = Blueprint(host.num_envs, payload, False, spec, "", host.is_named)  # type: ignore[arg-type]
+        blueprint = Blueprint(
+            host.num_envs,
+            payload,
+            False,
+            spec,  # type: ignore[arg-type]
+            "",
+            host.is_named,
+            delivered=delivered,
+        )
         mode = AutoresetMode(host.mode) if host.mode else None
         self._crew = ProcessCrew(
             blueprint,

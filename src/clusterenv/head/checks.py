@@ -7,11 +7,13 @@ its spaces, before anything is made of them.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import gymnasium
 import numpy as np
 
+from clusterenv import versions
 from clusterenv._version import __version__
 from clusterenv.errors import ProtocolError
 from clusterenv.pool.layout import Leaf
@@ -24,8 +26,8 @@ _MOST_KEYS = 1000
 _LONGEST_KEY = 1000
 
 
-def mismatch(hello: Hello, cores: int, sends_pickle: bool) -> str | None:
-    """Why a node does not fit a run that needs so many cores of it."""
+def mismatch(hello: Hello, cores: int, sends_pickle: bool, packages: Iterable[str]) -> str | None:
+    """Return why a node does not fit a run that needs so many cores of it, and these packages in matching versions."""
     pairs = [
         ("protocol", str(hello.protocol), str(PROTOCOL)),
         ("clusterenv", hello.clusterenv, __version__),
@@ -33,6 +35,8 @@ def mismatch(hello: Hello, cores: int, sends_pickle: bool) -> str | None:
         ("Gymnasium", hello.gymnasium, gymnasium.__version__),
     ]
     wrong = [f"{name} {theirs} there, {ours} here" for name, theirs, ours in pairs if theirs != ours]
+    if hello.protocol == PROTOCOL:
+        wrong += versions.differences(hello.versions, versions.installed(), packages, sends_pickle)
     if wrong:
         return f"versions differ: {'; '.join(wrong)}. Install the same on both sides"
     if sends_pickle and not hello.allow_pickle:

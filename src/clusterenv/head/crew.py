@@ -16,7 +16,7 @@ import msgspec
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.code import missing_package
-from clusterenv.errors import ProtocolError, SpecError, StartError, UsageError
+from clusterenv.errors import PolicyError, ProtocolError, SpecError, StartError, UsageError
 from clusterenv.events import emit_output
 from clusterenv.head.checks import check_fragment, check_missing
 from clusterenv.head.head import Head
@@ -42,11 +42,13 @@ from clusterenv.pool.messages import (
 from clusterenv.pool.mirror import Block, read_inputs, write_fragment, write_rows
 from clusterenv.protocol.messages import (
     Answer,
+    Code,
     Exited,
     Failed,
     Fragments,
     Host,
     Kill,
+    Lacks,
     Offer,
     Output,
     Ring,
@@ -57,6 +59,7 @@ from clusterenv.protocol.messages import (
     Tell,
     TraceStack,
 )
+from clusterenv.sources import pack
 from clusterenv.spec import Blueprint
 
 __all__ = ["RemoteCrew", "inputs_of", "tell_of"]
@@ -123,6 +126,7 @@ class RemoteCrew:
     ) -> None:
         self._head = head
         self._payload = blueprint.payload
+        self._packages = {package.wanted.name: package for package in blueprint.packages}
         self._encode = encode_named if blueprint.is_named else encode
         self._slots_of = slots_of
         self._seat_of = seat_of
@@ -141,6 +145,7 @@ class RemoteCrew:
                 preload,
                 other,
                 blueprint.is_named,
+                tuple(package.wanted for package in blueprint.packages),
             )
             for seat, workers in enumerate(self._workers)
         ]
@@ -148,6 +153,7 @@ class RemoteCrew:
         self._owner = os.getpid()
         self._seated = {seat for seat in range(len(self._workers)) if head.roster.holder(seat) is not None}
         self._hosted: set[int] = set()
+        self._may_lack: set[int] = set()  # may still ask for packages: once after each `Host`
         self._running: set[int] = set()
         self._asked: dict[tuple[int, int], _Asked] = {}  # by (worker, request); what is not here is not listened to
         self._rung_at: dict[int, int] = {}  # seat → the whole step that it was asked for
@@ -176,6 +182,7 @@ class RemoteCrew:
             self._offered[seat].clear()
             self._has[seat] = 0
             self._head.send(seat, self._hosts[seat], [self._payload])
+            self._may_lack.add(seat)
             for kind, layout in self._layouts:
                 self._head.send(seat, kind(seat), [layout])
         self._head.send(seat, Start(seat, index))
@@ -319,6 +326,8 @@ class RemoteCrew:
             advice = missing_package(message.text, node)
             text = f"the environments' code could not be loaded on {node}"
             raise SpecError(f"{text}{': ' * bool(advice)}{advice}\n{message.text}")
+        elif isinstance(message, Lacks):
+            self._send_code(seat, set(message.packages))
         elif message.worker not in self._workers[seat]:
             raise ProtocolError(f"worker {message.worker} is not of seat {seat}")
         elif isinstance(message, Answer):
@@ -330,6 +339,13 @@ class RemoteCrew:
             self._print(message)
         elif isinstance(message, StackTrace):
             self._events.append((message.worker, Stack(message.text)))
+
+    def _send_code(self, seat: int, names: set[str]) -> None:
+        """Send the files of these packages; those that cannot be sent are told of when the code fails without them."""
+        if seat not in self._may_lack or not names <= self._packages.keys():
+            raise ProtocolError("it asks for packages that it was not told of")
+        self._may_lack.discard(seat)
+        self._head.send(seat, Code(seat), [pack(self._packages[name] for name in sorted(names))])
 
     def _rung(self, seat: int, rung: Rung, frames: list[Any]) -> None:
         workers = self._workers[seat]
@@ -412,6 +428,11 @@ class RemoteCrew:
                 f"scale(nodes={nodes}): between 1 and {most}; the backend's max_nodes says how many there may be"
             )
         self._head.scale(nodes)
+
+    def need_packages(self, names: tuple[str, ...]) -> None:
+        wrong = self._head.need_packages(names)
+        if wrong is not None:
+            raise PolicyError(f"the policy cannot run on {wrong}")
 
     def is_leaving(self, index: int) -> bool:
         return self._seat_of[index] in self._head.leaving

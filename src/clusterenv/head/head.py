@@ -37,6 +37,7 @@ from clusterenv.protocol.messages import (
 )
 from clusterenv.transport.keys import KeyPair
 from clusterenv.transport.sockets import Arrived, HeadSocket, Link
+from clusterenv.versions import FOR_PICKLES
 
 __all__ = ["Head", "Keeper", "Timing"]
 
@@ -134,6 +135,8 @@ class Head:
         self._ending = Ending()
         self._cores = cores  # that a node must have
         self._sends_pickle = sends_pickle
+        self._packages = set(FOR_PICKLES if sends_pickle else ())
+        self._hellos: dict[int, Hello] = {}  # of the nodes that are here
         self._events = events
         self._keeper = keeper
         self.roster = Roster(len(node_keys), timing.dead_after_s, timing.move_after_s, invited)
@@ -194,6 +197,19 @@ class Head:
         """Begin with the nodes that are here: they take the others' seats until those come."""
         with self._mine:
             self._do(self.roster.share_out(time.monotonic()))
+
+    def need_packages(self, names: Sequence[str]) -> str | None:
+        """From now on nodes need these, in versions that fit; returns who of those that are here does not fit, and why.
+
+        A node that joins later and does not fit is refused.
+        """
+        with self._mine:
+            self._packages.update(names)
+            for node in sorted(self._active):
+                wrong = mismatch(self._hellos[node], self._cores, self._sends_pickle, names)
+                if wrong is not None:
+                    return f"node {node} ({self._hellos[node].host}): {wrong}"
+        return None
 
     def pump(self, timeout_s: float) -> None:
         """Wait until something has come, at most so long, and sort it."""
@@ -286,15 +302,19 @@ class Head:
 
     def _hello(self, peer: _Peer, hello: Hello, now: float) -> None:
         before = self._active.get(peer.node)
-        done = self.roster.hello(peer.node, hello.instance, mismatch(hello, self._cores, self._sends_pickle), now)
+        wrong = mismatch(hello, self._cores, self._sends_pickle, self._packages)
+        done = self.roster.hello(peer.node, hello.instance, wrong, now)
         if any(isinstance(item, Admit) for item in done):
             self._active[peer.node] = peer
+            self._hellos[peer.node] = hello
             where = f"{hello.host} (process {hello.pid}, {hello.cores} cores)"
             kind = "node_joined" if before is None else "node_back"
             self._events.add(Event(kind, f"node {peer.node} is here: {where}"), level=logging.INFO)
         for item in done:
             if isinstance(item, Refuse):
                 self.refusals[item.node] = item.reason
+                if item.final:
+                    self._events.add(Event("node_refused", f"node {item.node} was refused: {item.reason}"))
                 self._say(peer, 0, Refused(item.reason, item.final))
         self._do([item for item in done if not isinstance(item, Refuse)])
 

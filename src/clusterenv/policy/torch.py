@@ -63,6 +63,8 @@ class TorchPolicy:
         (32,)
     """
 
+    packages = ("torch",)
+
     def __init__(
         self,
         module: Any,

@@ -78,6 +78,10 @@ class Crew(Protocol):
         """Run on so many machines; UsageError where there is one."""
         ...
 
+    def need_packages(self, names: tuple[str, ...]) -> None:
+        """Raise PolicyError where a machine does not have these packages, or not in versions that fit those here."""
+        ...
+
     def is_leaving(self, index: int) -> bool:
         """It goes on elsewhere as soon as what it was asked is done: ask no more fragments of it."""
         ...

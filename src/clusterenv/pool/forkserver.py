@@ -26,6 +26,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from clusterenv import sources
 from clusterenv.pool import worker
 from clusterenv.pool.orphans import Orphans, become_subreaper, kill_group
 from clusterenv.spec import load_makers
@@ -127,6 +128,8 @@ class _Server:
             setup = pickle.load(file)
         try:
             sys.path[:] = setup["sys_path"]
+            if setup["delivered"] is not None:
+                sources.install(*setup["delivered"])
             for module in setup["modules"]:
                 importlib.import_module(module)
             setup["makers"] = load_makers(setup["payload"], setup["num_envs"], setup["is_named"])

@@ -44,7 +44,7 @@ class InlineCrew:
     is_inline = True
 
     def __init__(self, blueprint: Blueprint, mode: AutoresetMode | None, check: bool, workers: int = 1) -> None:
-        self._makers = load_makers(blueprint.payload, blueprint.num_envs, blueprint.is_named)
+        self._makers = load_makers(blueprint.payload, blueprint.num_envs, blueprint.is_named, is_here=True)
         self._mode = mode
         self._check = check
         self._at = [memoryview(bytearray(PROGRESS_BYTES)).cast("i") for _ in range(workers)]
@@ -106,6 +106,9 @@ class InlineCrew:
 
     def scale(self, nodes: int) -> None:
         raise UsageError("scale() is for backends with nodes: this one has none")
+
+    def need_packages(self, names: tuple[str, ...]) -> None:
+        """Workers of this machine have what the caller has."""
 
     def is_leaving(self, index: int) -> bool:
         return False

@@ -539,6 +539,9 @@ class Pool:
         for slot in range(self.num_envs):
             self._losses.slot_gone(slot, time.monotonic())
 
+    def need_packages(self, names: tuple[str, ...]) -> None:
+        self._crew.need_packages(names)
+
     def scale(self, nodes: int) -> None:
         self._crew.scale(nodes)
         if not self.desk.is_streaming:  # nodes that nothing is under way on leave now, not with the next request

@@ -150,6 +150,7 @@ class ProcessCrew:
             "modules": [*self._preload, *([entry.split(":")[0]] if isinstance(entry, str) else [])],
             "payload": self._blueprint.payload,
             "num_envs": self._blueprint.num_envs,
+            "delivered": self._blueprint.delivered,
             "mode": self._mode,
             "check": self._check,
             "spin_s": self._spin_s,
@@ -378,6 +379,9 @@ class ProcessCrew:
 
     def scale(self, nodes: int) -> None:
         raise UsageError("scale() is for backends with nodes: this one has none")
+
+    def need_packages(self, names: tuple[str, ...]) -> None:
+        """Workers of this machine have what the caller has."""
 
     def is_leaving(self, index: int) -> bool:
         return False

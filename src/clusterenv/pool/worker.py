@@ -120,9 +120,7 @@ def run(
     sys.stderr = _TaggedOutput(2, progress)
     faulthandler.enable(file=2, all_threads=True)
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
-    # Forked siblings would otherwise share the state of the global generators.
-    random.seed()
-    np.random.seed(int.from_bytes(os.urandom(4), "little"))
+    _seed_global_generators()
 
     dispatcher = Dispatcher(makers, mode, check, progress, _Mapped(memory))
     receiver = _Receiver(channel, progress, spin_s)
@@ -145,6 +143,15 @@ def run(
             if isinstance(message, Close):
                 sys.stdout.flush()
                 os._exit(0)
+
+
+def _seed_global_generators() -> None:
+    """Siblings that are forked from one process would otherwise all draw the same numbers."""
+    random.seed()
+    np.random.seed(int.from_bytes(os.urandom(4), "little"))
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)  # imported later, it seeds itself
+    if generator is not None:
+        generator.seed()
 
 
 def _for_network(reply: Any, other: Literal["refuse", "repr"]) -> bytes:

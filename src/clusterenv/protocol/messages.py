@@ -9,12 +9,15 @@ from typing import Literal
 
 import msgspec
 
+from clusterenv.sources import Wanted
+
 __all__ = [
     "PROTOCOL",
     "Answer",
     "Beat",
     "Bye",
     "Chunk",
+    "Code",
     "Exited",
     "Failed",
     "Fragments",
@@ -23,6 +26,7 @@ __all__ = [
     "Hello",
     "Host",
     "Kill",
+    "Lacks",
     "Leave",
     "Offer",
     "Output",
@@ -36,7 +40,7 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
@@ -60,6 +64,9 @@ class Hello(_Message):
     cores: int
     allow_pickle: bool
     """Whether it takes pickled code."""
+    versions: dict[str, str] = {}
+    """Of packages that have to fit where code or a policy is pickled. Has a default: protocols before 4 do not send it,
+    and are to be refused by their number."""
 
 
 class Failed(_Message):
@@ -69,6 +76,13 @@ class Failed(_Message):
     text: str
     is_code: bool = True
     """The code of the environments could not be loaded; False: the machine does not allow so many workers."""
+
+
+class Lacks(_Message):
+    """Packages that the seat's code names, and that this node cannot import as they are on the head."""
+
+    seat: int
+    packages: tuple[str, ...]
 
 
 class Answer(_Message):
@@ -163,6 +177,14 @@ class Host(_Message):
     other: Literal["refuse", "repr"]
     is_named: bool
     """The code is a name, and no request is pickled."""
+    packages: tuple[Wanted, ...]
+    """The user's own packages that the code names: the node asks for those that it lacks (`Lacks`)."""
+
+
+class Code(_Message):
+    """The answer to `Lacks`; frame: the files that can be sent."""
+
+    seat: int
 
 
 class Rows(_Message):
@@ -253,11 +275,12 @@ class Leave(_Message):
     """The run ended by an exception."""
 
 
-FromNode = Hello | Failed | Answer | Rung | Exited | Output | StackTrace | Beat | Pull | Bye
+FromNode = Hello | Failed | Lacks | Answer | Rung | Exited | Output | StackTrace | Beat | Pull | Bye
 FromHead = (
     Welcome
     | Refused
     | Host
+    | Code
     | Rows
     | Fragments
     | Start
