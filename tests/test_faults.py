@@ -7,6 +7,7 @@ import signal
 import time
 
 import numpy as np
+import psutil
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
@@ -369,3 +370,24 @@ def test_closing_while_an_environment_hangs_is_bounded(tmp_path):
     envs.reset(seed=0)
     envs.send(ZEROS)
     close_in_time(envs)
+
+
+def test_a_worker_of_a_node_that_ended_before_the_step_gives_no_row_in_it():
+    """Its node steps the others, and answers for those alone."""
+
+    class Where(Trouble):
+        def pid(self):
+            return os.getpid()
+
+    with ce.ClusterEnv([lambda i=i: Where(i) for i in range(2)], backend=ce.Local(workers=2, network=True)) as envs:
+        envs.reset(seed=0)
+        envs.step([0, 0])
+        process = psutil.Process(envs.call("pid")[0])
+        process.kill()
+        psutil.wait_procs([process], timeout=10)
+        time.sleep(0.2)  # the node's word of it is here, and not taken in before the next step is asked for
+        obs, rewards, _, truncations, infos = envs.step([0, 0])
+        assert infos["transition_valid"].tolist() == [False, True]
+        assert rewards.tolist() == [0.0, 1.0] and truncations.tolist() == [True, False] and obs[1, 3] == 2.0
+        obs, *_ = envs.step([0, 0])
+        assert obs[:, 3].tolist() == [0.0, 3.0]

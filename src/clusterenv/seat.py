@@ -235,8 +235,9 @@ class Seat:
         assert self._block is not None
         self._block.write_inputs(frames[0])
         self._ring = ring.request
-        running = [w for w in self._global if self._crew.is_running(self._local[w])]
-        self._ringing = dict.fromkeys(running)
+        self._ringing = {w: None for w in self._global if self._crew.is_running(self._local[w])}
+        if len(self._ringing) < len(self._global):  # one ended, and the head did not know yet
+            self._flush_ring()
         self._crew.ring(ring.request)
 
     # -- what workers say -------------------------------------------------------------------------------------
@@ -297,7 +298,7 @@ class Seat:
         self._send(Rung(self.number, self._ring, tuple(answers)), [rows, *bodies])
 
     def _flush_ring(self) -> None:
-        """A worker is gone in the middle of a whole step: the others' rows go one by one."""
+        """A worker is gone, before or in the middle of a whole step: the others' rows go one by one."""
         ringing, self._ringing = self._ringing, {}
         for worker, message in ringing.items():
             self._tickets[worker, self._ring] = _Ticket("rows", self._slots[worker], 0, 0)

@@ -251,7 +251,7 @@ class RemoteCrew:
     def ring(self, request: int) -> None:
         for seat in self._hosted & self._seated:
             self._rung_at[seat] = request
-            for worker in self._workers[seat]:
+            for worker in self._running.intersection(self._workers[seat]):
                 self._asked[worker, request] = _ROWS
             self._head.send(seat, Ring(seat, request), [self._blocks[seat].read_inputs()])
 
@@ -348,11 +348,12 @@ class RemoteCrew:
         self._head.send(seat, Code(seat), [pack(self._packages[name] for name in sorted(names))])
 
     def _rung(self, seat: int, rung: Rung, frames: list[Any]) -> None:
-        workers = self._workers[seat]
         if self._rung_at.pop(seat, -1) != rung.request:
             return  # said twice, or of another time
+        workers = self._workers[seat]
         for worker in workers:
-            self._asked.pop((worker, rung.request), None)
+            if self._asked.pop((worker, rung.request), None) is None:
+                raise ProtocolError(f"a whole step of seat {seat}, whose worker {worker} had ended before")
         if len(frames) != 1 + len(rung.workers):
             raise ProtocolError("a whole step with frames missing")
         self._blocks[seat].write_rows(frames[0])
