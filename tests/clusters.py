@@ -33,8 +33,10 @@ class NamespaceJobs:
         self.net, self.plan = net, plan
         self.agents: dict[int, subprocess.Popen[Any]] = {}
         self.is_full = False  # whether there is no machine to be had
-        for node in range(plan.nodes):
-            self.start(node)
+
+    @property
+    def note(self) -> dict[str, Any]:
+        return {}
 
     def look(self) -> dict[int, str]:
         codes = {node: agent.poll() for node, agent in self.agents.items()}
@@ -59,8 +61,11 @@ class NamespaceJobs:
     def log_tail(self, node: int) -> str:
         return read_tail(self.plan.folder / f"node-{node}.log")
 
-    def stop(self) -> None:
-        deadline = time.monotonic() + 3
+    def describe(self) -> str:
+        return ""
+
+    def stop(self, deadline: float) -> None:
+        deadline = min(deadline, time.monotonic() + 3)
         for agent in self.agents.values():
             try:
                 agent.wait(max(0.1, deadline - time.monotonic()))

@@ -245,7 +245,9 @@ class KubeCluster:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._guard: subprocess.Popen[str] | None = None
         project = Path(__file__).absolute().parents[1]
-        needed = [Path(path) for path in ("/usr", "/etc/ssl", "/etc/ld.so.cache", sys.base_prefix, sys.prefix, project)]
+        packages = [path for path in sys.path if Path(path).name == "site-packages"]  # also those of a .pth file
+        files = ("/usr", "/etc/ssl", "/etc/ld.so.cache", sys.base_prefix, sys.prefix, *packages, project)
+        needed = [Path(path) for path in files]
         read_only = {form: True for path in needed if path.exists() for form in (path, path.resolve())}
         paths = read_only | {path.absolute(): False for path in mounts}
         outer = [path for path in paths if not (paths[path] and any(parent in read_only for parent in path.parents))]
@@ -293,6 +295,11 @@ class KubeCluster:
         """Run kubectl as the administrator and return its output; raise with its errors on failure."""
         own = ["--kubeconfig", self.kubeconfig, "--cache-dir", self.folder / "kubectl"]
         return _call([self._binaries / "kubectl", *own, *args], input=input, timeout=timeout)
+
+    def pid(self, name: str) -> int:
+        """Of a daemon, as this process sees it."""
+        entered = self._daemons[name].pid  # by nsenter, which has one child
+        return int(Path(f"/proc/{entered}/task/{entered}/children").read_text())
 
     def user(self, name: str) -> Path:
         """The kubeconfig of a user without any rights; the names were given at the start."""

@@ -80,6 +80,10 @@ class SlurmCluster:
     def pids(self) -> set[int]:
         return {daemon.pid for daemon in self._daemons.values()}
 
+    @property
+    def controller(self) -> int:
+        return self._daemons["slurmctld"].pid
+
     def start_node(self, name: str) -> None:
         self._daemon("slurmd", "-D", "-N", name, "-f", str(self.folder / "slurm.conf"), label=name)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,9 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 import clusterenv as ce
 import real
+from closing import close_while, stopped
+from clusterenv.backends import kubernetes, kubernetes_api
 from clusterenv.backends.kubernetes import pod_manifest, run_manifest, secret_manifest
 from clusterenv.cli import main
 from clusters import pods
@@ -24,6 +29,7 @@ from stepping import joined, step_until
 ID = "CartPole-v1"
 FAST = (0.2, 1.5, 4.0)
 RECOVERY = ce.Recovery(backoff_s=(0.05, 0.1))
+RBAC = Path(__file__).parent.parent / "deploy" / "rbac.yaml"
 in_pods = pytest.mark.kubernetes
 
 
@@ -82,7 +88,56 @@ def test_manifests():
     secret = secret_manifest("abc", 1, "key", owner)
     assert secret["stringData"] == {"node.key": "key"} and secret["metadata"]["ownerReferences"] == [owner]
     assert spec["volumes"][0]["secret"]["secretName"] == secret["metadata"]["name"]
-    assert run_manifest("abc")["metadata"]["name"] == owner["name"]
+    assert run_manifest("abc", 60.0)["metadata"]["name"] == owner["name"]
+
+
+def violations(pod):
+    """What the "restricted" Pod Security Standard (v1.25) finds wrong with a pod."""
+    spec, found = pod["spec"], []
+    of_pod = spec.get("securityContext", {})
+    for container in spec["containers"]:
+        own = container.get("securityContext", {})
+        for name, allowed in (("runAsNonRoot", [True]), ("seccompProfile", [{"type": "RuntimeDefault"}])):
+            if own.get(name, of_pod.get(name)) not in allowed:
+                found.append(name)
+        if own.get("runAsUser", of_pod.get("runAsUser")) == 0:
+            found.append("runAsUser")
+        if own.get("allowPrivilegeEscalation") is not False or own.get("privileged"):
+            found.append("allowPrivilegeEscalation")
+        capabilities = own.get("capabilities", {})
+        if "ALL" not in capabilities.get("drop", []) or set(capabilities.get("add", [])) - {"NET_BIND_SERVICE"}:
+            found.append("capabilities")
+        found += [f"hostPort {port}" for port in container.get("ports", []) if port.get("hostPort")]
+    found += [name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)]
+    kinds = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+    found += [f"volume {volume['name']}" for volume in spec["volumes"] if not volume.keys() & kinds]
+    return found
+
+
+@pytest.mark.parametrize(("user", "expected"), [(1000, []), (4711, []), (None, []), (0, ["runAsNonRoot", "runAsUser"])])
+def test_pods_are_what_restricted_namespaces_take(user, expected):
+    backend = ce.Kubernetes(nodes=1, image="x", run_as_user=user)
+    pod = pod_manifest(backend, "abc", 0, "name", [], {})
+    assert violations(pod) == expected and pod["spec"]["securityContext"].get("runAsUser") == user
+
+
+def test_bad_user():
+    with pytest.raises(ce.SpecError, match=r"run_as_user=-1\): a user id, 0 or more"):
+        ce.Kubernetes(nodes=1, image="x", run_as_user=-1)
+
+
+def test_the_head_has_the_rights_that_it_uses_and_no_others():
+    """In particular none to read Secrets."""
+    role = next(item for item in yaml.safe_load_all(RBAC.read_text()) if item["kind"] == "Role")
+    given = {(verb, what) for rule in role["rules"] for what in rule["resources"] for verb in rule["verbs"]}
+    used = set()
+    for module in (kubernetes, kubernetes_api):
+        source = Path(module.__file__).read_text()
+        for call, what in re.findall(r'"([a-z_]+)_namespaced_([a-z_]+)"', source):
+            verb = {"read": "get", "delete_collection": "deletecollection"}.get(call, call)
+            used.add((verb, "pods/log" if what == "pod_log" else what.replace("_", "") + "s"))
+    assert given == used
+    assert {verb for verb, what in given if what == "secrets"} == {"create"}
 
 
 def test_script_on_the_command_line(capsys):
@@ -217,7 +272,7 @@ with ce.ClusterEnv("CartPole-v1", 4, backend=backend) as envs:
 def test_the_head_in_a_pod(tmp_path):
     """With nothing but its service account and the rights of deploy/rbac.yaml; its address is the pod's own."""
     cluster = real.running["kubernetes"]
-    kubectl("apply", "-f", str(Path(__file__).parent.parent / "deploy" / "rbac.yaml"))
+    kubectl("apply", "-f", str(RBAC))
     kubectl("create", "configmap", "authority", f"--from-literal=ca.crt={cluster.authority}")
     backend = pods(cluster, 2, heartbeat=FAST, kubeconfig=None, bind=None, folder=str(tmp_path))
     settings = {item.name: getattr(backend, item.name) for item in dataclasses.fields(backend)}
@@ -251,6 +306,9 @@ def test_the_head_in_a_pod(tmp_path):
         while (phase := kubectl("get", "pod", "head", "-o", "jsonpath={.status.phase}")) in ("Pending", "Running"):
             assert time.monotonic() < deadline, kubectl("logs", "head")
             time.sleep(0.5)
+        its_rights = "--as=system:serviceaccount:default:clusterenv-head"
+        with pytest.raises(RuntimeError, match="no"):
+            kubectl("auth", "can-i", "get", "secrets", its_rights)
         assert phase == "Succeeded" and "valid rows: 128" in kubectl("logs", "head"), kubectl("logs", "head")
         await_nothing_left()
     finally:
@@ -258,12 +316,17 @@ def test_the_head_in_a_pod(tmp_path):
 
 
 @in_pods
-def test_nothing_runs_after_its_head_was_killed_and_gc_removes_the_rest(tmp_path, capsys):
+@pytest.mark.parametrize("where", ["here", "in a pod"])
+def test_nothing_runs_after_its_head_was_killed_and_gc_removes_the_rest(tmp_path, capsys, monkeypatch, where):
+    """By the note in the run's folder; where that went with the head's pod, by the run object in the namespace."""
     folder = tmp_path / "keys"
     backend = pods(real.running["kubernetes"], 2, heartbeat=FAST, folder=str(folder))
     settings = {item.name: getattr(backend, item.name) for item in dataclasses.fields(backend)}
     head = subprocess.Popen([sys.executable, "-c", HEAD.format(settings=settings)], stdout=subprocess.PIPE, text=True)
     assert head.stdout is not None and head.stdout.readline() == "running\n"
+    monkeypatch.setenv("KUBECONFIG", str(backend.kubeconfig))
+    gc = ["gc", "--folder", str(folder)] + ["--kubernetes"] * (where != "here")
+    assert main(gc) == 0 and len(objects()) == 5, "it is running"
     os.kill(head.pid, signal.SIGKILL)
     head.wait()
     head.stdout.close()
@@ -272,7 +335,78 @@ def test_nothing_runs_after_its_head_was_killed_and_gc_removes_the_rest(tmp_path
         assert time.monotonic() < deadline, kubectl("get", "pods")
         time.sleep(0.5)
     assert len(objects()) == 5, "finished pods, secrets"
-    main(["gc", "--folder", str(folder)])
-    assert "deleting run clusterenv-" in capsys.readouterr().out
+    capsys.readouterr()
+    if where != "here":
+        shutil.rmtree(folder)
+        assert main(gc) == 0 and "its head may be running (last seen" in capsys.readouterr().out
+        run = next(name for name in objects() if name.startswith("configmap/"))
+        kubectl("annotate", "--overwrite", run, "clusterenv/seen=2026-01-01T00:00:00+00:00")
+    assert main(gc) == 0
+    told = capsys.readouterr().out
+    assert ("is deleted" if where == "here" else "deleting, its head has ended") in told
     await_nothing_left()
     assert not list(folder.glob("clusterenv-*"))
+
+
+@in_pods
+def test_close_while_the_api_server_hangs(tmp_path):
+    cluster = real.running["kubernetes"]
+    backend = pods(cluster, 2, heartbeat=FAST, folder=str(tmp_path))
+    closed = close_while(lambda: stopped(cluster.pid("apiserver")), backend, 2)
+    assert closed.seconds < 10 and closed.exit_seconds < 5, closed
+    (left,) = tmp_path.glob("clusterenv-*")
+    assert f"2 pods of run {left.name} in namespace default" in closed.told, closed.told
+    assert f"clusterenv gc --folder {tmp_path}" in closed.told
+    assert {path.read_text() for path in left.glob("*.key")} == {"closed\n"} and len(objects()) == 5
+    assert main(["gc", "--folder", str(tmp_path)]) == 0 and not left.exists()
+    await_nothing_left()
+
+
+@in_pods
+def test_rights_that_are_taken_away_are_told(tmp_path):
+    """The rights of deploy/rbac.yaml are enough for a run; without them, and with them again, an event says so."""
+    guest = str(real.running["kubernetes"].user("guest"))
+    kubectl("apply", "-f", str(RBAC))
+    give = ["create", "rolebinding", "guest", "--role=clusterenv-head", "--user=guest"]
+    kubectl(*give)
+    try:
+        with make(kubeconfig=guest) as envs:
+            envs.reset(seed=1)
+
+            def told(kind):
+                return [event.reason for event in envs.events() if event.kind == kind]
+
+            kubectl("delete", "rolebinding", "guest")
+            step_until(envs, lambda: told("scheduler_lost"))
+            assert "Kubernetes says: pods is forbidden" in told("scheduler_lost")[0]
+            kubectl(*give)
+            step_until(envs, lambda: told("scheduler_back"))
+        await_nothing_left()
+    finally:
+        kubectl("delete", "rolebinding", "guest")
+
+
+def tell_rights():
+    import gymnasium
+
+    class Teller(gymnasium.Wrapper):
+        def rights(self):
+            import os
+            from pathlib import Path
+
+            lines = Path("/proc/self/status").read_text().splitlines()
+            wanted = ("CapEff", "CapBnd", "NoNewPrivs", "Seccomp")
+            return os.getuid(), {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(wanted)}
+
+    return Teller(gymnasium.make(ID))
+
+
+@in_pods
+def test_pods_run_without_privileges():
+    backend = pods(real.running["kubernetes"], 1, heartbeat=FAST)
+    with ce.ClusterEnv(tell_rights, 1, backend=backend) as envs:
+        envs.reset(seed=1)
+        ((user, rights),) = envs.call("rights")
+    assert user == 1000 and int(rights["CapEff"], 16) == int(rights["CapBnd"], 16) == 0
+    assert rights["NoNewPrivs"] == "1" and rights["Seccomp"] == "2", "2 is a filter"
+    await_nothing_left()

@@ -1,33 +1,50 @@
-"""`clusterenv gc`: only what a dead head of this machine and this user left is removed."""
+"""`clusterenv gc`: what a dead head left is removed, wherever it ran; nobody else's, and nothing by halves."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
 
-from clusterenv.backends.leftovers import note_head
+import pytest
+
+from clusterenv.backends import note as notes
+from clusterenv.backends.note import Note
 from clusterenv.cli import main
 
+LEASE_S = 60.0
 
-def run_folder(folder, name, **changes):
+
+def run_folder(folder, name, age_s=0.0, **changes):
+    """As a head leaves it that was killed; `changes` to its note, which was last touched so long ago."""
     path = folder / f"clusterenv-{name}"
     path.mkdir(parents=True)
     (path / "node-0.key").write_text("secret")
-    note_head(path, name)
+    Note(path, name, LEASE_S).end()
     note = json.loads((path / "head.json").read_text())
     (path / "head.json").write_text(json.dumps({**note, **changes}))
+    os.utime(path / "head.json", (time.time() - age_s,) * 2)
     return path
 
 
-def test_gc(tmp_path, capsys):
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    gone = run_folder(tmp_path, "gone", pid=dead.pid)
+@pytest.fixture(scope="module")
+def dead():
+    """The number of a process that is no more."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_gc(tmp_path, capsys, dead):
+    gone = run_folder(tmp_path, "gone", pid=dead)
     reused = run_folder(tmp_path, "reused", started="1")
-    running = run_folder(tmp_path, "running")
-    elsewhere = run_folder(tmp_path, "elsewhere", host="another", pid=dead.pid)
+    running = run_folder(tmp_path, "running", age_s=1e6)
     other = tmp_path / "clusterenv-other"
     other.mkdir()
     (tmp_path / "clusterenv-link").symlink_to(gone)
@@ -36,6 +53,91 @@ def test_gc(tmp_path, capsys):
     assert main(["gc", "--folder", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert not gone.exists() and not reused.exists()
-    assert running.exists() and f"its head is running (process {os.getpid()})" in told
-    assert elsewhere.exists() and "its head is on another" in told
+    assert running.exists() and f"its head is running (process {os.getpid()} on " in told, (
+        "seen here: its age is nothing"
+    )
     assert other.exists(), "no folder of a run"
+    assert main(["gc", "--folder", str(tmp_path), "--run", "running"]) == 0 and running.exists()
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param({"host": "compute-17", "machine": "another boot pid:[4026531836]"}, id="compute node"),
+        pytest.param({"host": "head-pod", "machine": "{boot} pid:[1]", "pid": 1}, id="pod on this machine"),
+    ],
+)
+def test_heads_that_ran_elsewhere(tmp_path, capsys, where):
+    """Process numbers mean nothing here: a head that lives touches its note."""
+    boot = notes._machine().split()[0]
+    where = {**where, "machine": where["machine"].format(boot=boot)}
+    fresh = run_folder(tmp_path, "fresh", age_s=LEASE_S, **where)
+    stale = run_folder(tmp_path, "stale", age_s=LEASE_S + 200, **where)
+    assert main(["gc", "--folder", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert (
+        not stale.exists() and f"its head has ended (process {where.get('pid', os.getpid())} on {where['host']}" in told
+    )
+    assert fresh.exists() and "its head may be running" in told and "clusterenv gc --run fresh" in told
+    another = run_folder(tmp_path, "another", age_s=LEASE_S, **where)
+    assert main(["gc", "--folder", str(tmp_path), "--run", "fresh"]) == 0
+    assert not fresh.exists() and another.exists(), "the user knows about the one that he names"
+
+
+def test_a_note_is_touched_while_its_head_lives(tmp_path, monkeypatch):
+    monkeypatch.setattr(notes, "_BEAT_S", 0.02)
+    note = Note(tmp_path, "run", LEASE_S)
+    try:
+        os.utime(tmp_path / "head.json", (0, 0))
+        deadline = time.monotonic() + 10
+        while (tmp_path / "head.json").stat().st_mtime == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        note.end()
+
+
+@contextlib.contextmanager
+def without_rights():
+    """As a user to whom permissions apply: root reads everything."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_folders_of_other_users_are_skipped(capsys, monkeypatch, dead):
+    place = Path(tempfile.mkdtemp())  # not below one that only its owner may enter
+    try:
+        place.chmod(0o755)
+        foreign = run_folder(place, "foreign", pid=dead)
+        foreign.chmod(0)
+        monkeypatch.setattr(os, "getuid", lambda: 4321)
+        with without_rights():
+            assert main(["gc", "--folder", str(place)]) == 0
+        assert foreign.exists() and "1 folders of other users were skipped" in capsys.readouterr().out
+    finally:
+        shutil.rmtree(place)
+
+
+def test_a_file_system_that_shows_another_owner(tmp_path, capsys, monkeypatch, dead):
+    """What is in a foreign folder is not trusted, unless the user says that it is his, and it is private."""
+    private, public = (run_folder(tmp_path, name, pid=dead) for name in ("private", "public"))
+    private.chmod(0o700)
+    public.chmod(0o755)
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    assert main(["gc", "--folder", str(tmp_path)]) == 0 and private.exists()
+    assert main(["gc", "--folder", str(tmp_path), "--owner-squashed"]) == 0
+    assert not private.exists() and public.exists()
+
+
+def test_a_damaged_note_stops_nobody_else(tmp_path, capsys, dead):
+    damaged = run_folder(tmp_path, "a")
+    (damaged / "head.json").write_text("{")
+    gone = run_folder(tmp_path, "b", pid=dead)
+    assert main(["gc", "--folder", str(tmp_path)]) == 1
+    assert damaged.exists() and not gone.exists() and "could not be removed: JSONDecodeError" in capsys.readouterr().out

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 import clusterenv as ce
-from clusterenv.backends.keeper import Keeper
 from clusterenv.transport.keys import Joining, make_keys, read_joining, write_joining
 from clusters import Namespaces
 from experiments.ppo import PPO
@@ -298,92 +297,6 @@ def test_a_replacement_that_dies_before_it_comes_is_asked_for_again(net):
         agents()[0].kill()
         step_until(envs, lambda: joined(envs) == 3, 30)
         assert failures == [0] and "node_asked_again" in kinds(envs)
-
-
-class Scheduler:
-    """`Jobs` without any; what is in `errors` is raised, the first one first."""
-
-    def __init__(self, *nodes):
-        self.jobs, self.over, self.errors, self.log = set(nodes), {}, [], []
-
-    def look(self):
-        return dict(self.over)
-
-    def has_job(self, node):
-        return node in self.jobs
-
-    def start(self, node):
-        if self.errors:
-            raise self.errors.pop(0)
-        self.over.pop(node, None)
-        self.jobs.add(node)
-        self.log.append(f"start {node}")
-
-    def drop(self, node):
-        self.jobs.discard(node)
-        self.log.append(f"drop {node}")
-
-    def stop(self):
-        self.log.append("stop")
-
-
-@pytest.fixture
-def scheduler():
-    return Scheduler(0, 1)
-
-
-@pytest.fixture
-def keeper(scheduler):
-    keeper = Keeper()
-    keeper.keep(scheduler)
-    yield keeper
-    keeper.stop()
-
-
-def wait_for(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_a_node_is_started_again_when_its_job_is_over(keeper, scheduler):
-    keeper.want(0)
-    keeper.want(2)
-    wait_for(lambda: scheduler.log)
-    assert scheduler.log == ["start 2"], "the one without a job"
-    scheduler.over[1] = "ended"
-    wait_for(lambda: keeper.over)
-    assert keeper.over == {1: "ended"} and scheduler.log == ["start 2"], "nobody wants it again"
-    scheduler.over[0] = "ended"
-    wait_for(lambda: len(scheduler.log) == 2)
-    assert scheduler.log[1] == "start 0" and 0 not in keeper.over
-    keeper.let_go(1)
-    wait_for(lambda: not keeper.over)
-    keeper.want(1)
-    wait_for(lambda: len(scheduler.log) == 4)
-    assert scheduler.log[2:] == ["drop 1", "start 1"]
-
-
-def test_a_start_that_fails_is_tried_again(keeper, scheduler, caplog):
-    scheduler.errors = [ce.StartError("sbatch says: no"), KeyError("a bug of its client")]
-    keeper.want(2)
-    wait_for(lambda: scheduler.log)
-    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert told == [
-        "node 2 could not be started: sbatch says: no",
-        "node 2 could not be started: KeyError: 'a bug of its client'",
-    ]
-
-
-def test_a_scheduler_that_does_not_answer(keeper, scheduler, caplog):
-    scheduler.over = None  # what `look` makes of it is a TypeError
-    wait_for(lambda: any("while asking the backend: TypeError" in record.message for record in caplog.records))
-    scheduler.over = {0: "ended"}
-    wait_for(lambda: keeper.over == {0: "ended"})
-    keeper.stop()
-    keeper.stop()
-    assert scheduler.log == ["stop"]
 
 
 @pytest.mark.slow

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -14,6 +16,8 @@ import pytest
 
 import clusterenv as ce
 import real
+from closing import close_while, stopped
+from clusterenv.cli import main
 from stepping import joined, step_until
 
 ID = "CartPole-v1"
@@ -55,6 +59,7 @@ def test_a_killed_actor_is_replaced_and_nothing_is_left():
         actor = agents()[0].parent()
         assert actor is not None and "NodeActor" in " ".join(actor.cmdline())
         actor.kill()
+        assert not list(Path(tempfile.gettempdir()).glob("clusterenv-ray-*")), "no key of it stays"
         _, lost = step_until(envs, lambda: joined(envs) == 3 and not envs.stats()["missing_nodes"])
         for _ in range(5):
             envs.step(np.zeros(4, np.int64))
@@ -113,3 +118,41 @@ def test_nothing_runs_after_its_head_was_killed():
     head.wait()
     head.stdout.close()
     await_no_agents(FAST[2] + 15)
+
+
+def test_close_while_ray_hangs(tmp_path, capsys):
+    """Its control service is stopped. The actors of a script that has ended are ended by Ray, or by gc."""
+    cluster = real.running["ray"]
+    service = [pid for pid in cluster.pids if "gcs_server" in psutil.Process(pid).name()]
+    backend = ce.Ray(nodes=2, address=cluster.address, bind="lo", heartbeat=FAST, folder=str(tmp_path))
+    closed = close_while(lambda: stopped(*service), backend, 2)
+    assert closed.seconds < 10, closed
+    (left,) = tmp_path.glob("clusterenv-*")
+    assert f"2 Ray actors named {left.name}-*" in closed.told and f"clusterenv gc --folder {tmp_path}" in closed.told
+    await_no_agents()
+    assert main(["gc", "--folder", str(tmp_path)]) == 0 and not left.exists()
+
+
+def test_gc_kills_the_actors_of_a_run(tmp_path, monkeypatch, capsys):
+    """As it may be where the script goes on, though Ray did not answer when its run was closed."""
+    import ray
+
+    from clusterenv.backends.ray import _Actors
+
+    monkeypatch.setattr(_Actors, "stop", fail)
+    with make(folder=str(tmp_path)) as envs:
+        envs.reset(seed=1)
+        (folder,) = tmp_path.glob("clusterenv-*")
+        names = {item["name"] for item in ray.util.list_named_actors(all_namespaces=True)}
+    assert {f"{folder.name}-0-1", f"{folder.name}-1-2"} <= names
+    assert main(["gc", "--folder", str(tmp_path)]) == 0 and not folder.exists()
+    assert f"2 Ray actors named {folder.name}-* are killed" in capsys.readouterr().out
+    deadline = time.monotonic() + 20
+    while any(item["name"] in names for item in ray.util.list_named_actors(all_namespaces=True)):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    await_no_agents()
+
+
+def fail(self, deadline):
+    raise ce.StartError("Ray does not answer")

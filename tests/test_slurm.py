@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 import clusterenv as ce
 import real
+from closing import close_while, stopped
 from clusterenv.backends.network import agent_command
 from clusterenv.backends.slurm import job_script, srun_command
 from clusterenv.cli import main
@@ -112,8 +114,8 @@ def test_what_nodes_are_started_through():
     ("options", "message"),
     [
         ({"wrap": "podman 'run"}, r"wrap=\"podman 'run\"\): expected a string or a list of words"),
-        ({"wrap": ["podman", 1]}, "list of words"),
-        ({"wrap": 1}, "list of words"),
+        ({"wrap": ["podman", 1]}, "list of strings"),
+        ({"wrap": 1}, "list of strings"),
         ({"wrap": ["a\nb"]}, "line break"),
         ({"python": ""}, "python=''.*interpreter"),
         ({"partition": "a\nb"}, "line break"),
@@ -280,16 +282,23 @@ time.sleep(100)
 """
 
 
+# A machine of its own: another name, and process numbers that mean nothing outside.
+ELSEWHERE = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
+
+
 @on_slurm
 @pytest.mark.smoke
-def test_nothing_runs_after_its_head_was_killed_and_gc_removes_the_rest(tmp_path, capsys):
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_nothing_runs_after_its_head_was_killed_and_gc_removes_the_rest(tmp_path, capsys, where):
     folder = tmp_path / "keys"
-    head = subprocess.Popen(
-        [sys.executable, "-c", HEAD.format(folder=str(folder), fast=FAST)], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", HEAD.format(folder=str(folder), fast=FAST)]
+    if where == "elsewhere":
+        command = [*ELSEWHERE, 'hostname compute-1; exec "$0" "$@"', *command]
+    head = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert head.stdout is not None and head.stdout.readline() == "running\n"
     main(["gc", "--folder", str(folder)])
-    assert "its head is running" in capsys.readouterr().out and len(real.running["slurm"].queue()) == 5
+    told = {"here": "its head is running", "elsewhere": "its head may be running (process 1 on compute-1"}
+    assert told[where] in capsys.readouterr().out and len(real.running["slurm"].queue()) == 5
     os.kill(head.pid, signal.SIGKILL)
     head.wait()
     head.stdout.close()
@@ -297,11 +306,62 @@ def test_nothing_runs_after_its_head_was_killed_and_gc_removes_the_rest(tmp_path
     while any("RUNNING" in line for line in real.running["slurm"].queue()):
         assert time.monotonic() < deadline, real.running["slurm"].queue()
         time.sleep(0.2)
+    if where == "elsewhere":
+        (note,) = folder.glob("clusterenv-*/head.json")
+        os.utime(note, (time.time() - FAST[2] - 200,) * 2)
     main(["gc", "--folder", str(folder), "--dry-run"])
     assert list(folder.glob("clusterenv-*/node-0.key"))
-    main(["gc", "--folder", str(folder)])
-    assert re.search(r"cancelling SLURM jobs \d+(, \d+){4}", capsys.readouterr().out)
+    assert main(["gc", "--folder", str(folder)]) == 0
+    assert re.search(r"SLURM jobs named clusterenv-\w+ are cancelled", capsys.readouterr().out)
     assert not list(folder.glob("clusterenv-*"))
+    await_empty_queue()
+
+
+@contextlib.contextmanager
+def sleeping_scancel(folder):
+    """In a folder that is first on PATH."""
+    (folder / "scancel").write_text("#!/bin/sh\nexec sleep 1000\n")
+    (folder / "scancel").chmod(0o755)
+    yield
+    (folder / "scancel").unlink()
+
+
+@on_slurm
+@pytest.mark.parametrize("what", ["scancel", "slurmctld"])
+def test_close_while_slurm_hangs(tmp_path, monkeypatch, what):
+    """Five nodes are wanted, and there are four: one job waits, and is held, so that it would wait for ever."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    cluster, folder = real.running["slurm"], tmp_path / "keys"
+
+    def hanging():
+        scontrol("hold", next(line.split()[0] for line in cluster.queue() if "PENDING" in line))
+        return sleeping_scancel(tmp_path / "bin") if what == "scancel" else stopped(cluster.controller)
+
+    closed = close_while(hanging, slurm(tmp_path, nodes=5, min_nodes=4), 5)
+    assert closed.seconds < 10 and closed.exit_seconds < 5, closed
+    (left,) = folder.glob("clusterenv-*")
+    assert f"5 SLURM jobs named {left.name}" in closed.told and f"clusterenv gc --folder {folder}" in closed.told
+    assert {path.read_text() for path in left.glob("*.key")} == {"closed\n"}
+    deadline = time.monotonic() + 30
+    while [line.split()[1] for line in cluster.queue()] != ["PENDING"]:
+        assert time.monotonic() < deadline, cluster.queue()  # the four were told to leave
+        time.sleep(0.2)
+    assert main(["gc", "--folder", str(folder)]) == 0 and not left.exists()
+    await_empty_queue()
+
+
+@on_slurm
+def test_a_controller_that_does_not_answer_is_told(tmp_path):
+    with make(tmp_path) as envs:
+        envs.reset(seed=1)
+
+        def told(kind):
+            return any(event.kind == kind for event in envs.events())
+
+        with stopped(real.running["slurm"].controller):
+            step_until(envs, lambda: told("scheduler_lost"))
+        step_until(envs, lambda: told("scheduler_back"))
     await_empty_queue()
 
 

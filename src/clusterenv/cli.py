@@ -26,7 +26,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     node = commands.add_parser("node", help="run the environments of one machine for a training script elsewhere")
-    node.add_argument("--join", type=Path, required=True, metavar="FILE", help="the key file that the script made")
+    node.add_argument(
+        "--join",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the key file that the script made; - reads standard input",
+    )
+    node.add_argument(
+        "--key-timeout-s", type=float, default=60.0, help="wait so long for a key file that is not there yet"
+    )
+    node.add_argument(
+        "--key-sha256", metavar="HEX", help="accept a key file of another owner, if this is the SHA-256 of its content"
+    )
     node.add_argument("--lease-s", type=float, default=60.0, help="give up when the script is gone for so long")
     node.add_argument("--dead-after-s", type=float, default=60.0, help="a silent connection counts as gone")
     node.add_argument("--no-pickle", action="store_true", help="take ids, arguments and weights, but no code")
@@ -40,19 +52,37 @@ def main(argv: list[str] | None = None) -> int:
     gc = commands.add_parser("gc", help="remove what killed training scripts have left: jobs, key files")
     gc.add_argument("--folder", type=Path, action="append", help="where run folders are, if not in the usual places")
     gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    gc.add_argument(
+        "--run", help="this run only, also where it cannot be told from here that its script has ended: you know that"
+    )
+    gc.add_argument(
+        "--owner-squashed", action="store_true", help="the file system shows another owner for your files (NFS)"
+    )
+    gc.add_argument(
+        "--kubernetes", action="store_true", help="look for runs in a namespace too: of scripts that ran in a pod"
+    )
+    gc.add_argument("--namespace", help="with --kubernetes; default: that of the context")
+    gc.add_argument("--context", help="with --kubernetes: of the kubeconfig")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     if args.command == "node":
         if args.with_parent:
             end_with_parent()
-        return run_node(args.join, args.mounted, args.lease_s, args.dead_after_s, not args.no_pickle)
+        return run_node(args)
     if args.command == "script":
         return print_script(args.backend, args.options)
-    from clusterenv.backends.leftovers import places, remove
+    return collect_garbage(args)
 
-    count = remove(args.folder or places(), args.dry_run, print)
-    print(f"{count} runs without a head")
-    return 0
+
+def collect_garbage(args: argparse.Namespace) -> int:
+    from clusterenv.backends.leftovers import places, remove, remove_pods
+
+    removed = [remove(args.folder or places(), args.dry_run, print, args.run, args.owner_squashed)]
+    if args.kubernetes:
+        removed.append(remove_pods(args.namespace, args.context, args.dry_run, print, args.run))
+    runs, failures = (sum(counts) for counts in zip(*removed, strict=True))
+    print(f"{runs} runs without a head" + (f"; {failures} could not be removed" if failures else ""))
+    return 1 if failures else 0
 
 
 def end_with_parent() -> None:
@@ -62,17 +92,21 @@ def end_with_parent() -> None:
         sys.exit(0)
 
 
-def run_node(join: Path, is_mounted: bool, lease_s: float, dead_after_s: float, allow_pickle: bool) -> int:
+def run_node(args: argparse.Namespace) -> int:
     from clusterenv.errors import KeyFileError
     from clusterenv.node import NEVER, Agent
-    from clusterenv.transport.keys import read_joining
+    from clusterenv.transport.keys import await_joining, read_joining_from
 
     try:
-        joining = read_joining(join, is_mounted)
+        if str(args.join) == "-":
+            joining = read_joining_from(sys.stdin.buffer)
+        else:
+            say = logging.getLogger("clusterenv").warning
+            joining = await_joining(args.join, args.key_timeout_s, say, args.mounted, args.key_sha256)
     except KeyFileError as error:
         print(f"clusterenv node: {error}", file=sys.stderr)
         return NEVER
-    return Agent(joining, lease_s, dead_after_s, allow_pickle).run()
+    return Agent(joining, args.lease_s, args.dead_after_s, not args.no_pickle).run()
 
 
 def print_script(backend: str, options: list[str]) -> int:
@@ -102,7 +136,7 @@ def _kubernetes_manifests(options: list[str]) -> str:
 
     owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": "clusterenv-RUN", "uid": "..."}
     pod = pod_manifest(_made(Kubernetes, options), "RUN", 0, "clusterenv-RUN-0-1", [], owner)
-    items = [run_manifest("RUN"), secret_manifest("RUN", 0, "...", owner), pod]
+    items = [run_manifest("RUN", 60.0), secret_manifest("RUN", 0, "...", owner), pod]
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2)
 
 

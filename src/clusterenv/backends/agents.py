@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import time
+from typing import Any
 
-from clusterenv.backends.keeper import start_first
 from clusterenv.backends.network import Plan, read_tail
 from clusterenv.pool.ends import how_it_ended
 
@@ -20,7 +20,10 @@ class AgentProcesses:
         self._plan = plan
         self._options = ["--lease-s", str(plan.lease_s), "--dead-after-s", str(max(dead_after_s, plan.lease_s))]
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
-        start_first(self, plan.nodes)
+
+    @property
+    def note(self) -> dict[str, Any]:
+        return {}  # they end with their lease on the head
 
     def look(self) -> dict[int, str]:
         codes = {node: agent.poll() for node, agent in self._agents.items()}
@@ -48,11 +51,14 @@ class AgentProcesses:
     def log_tail(self, node: int) -> str:
         return read_tail(self._plan.folder / f"node-{node}.log")
 
-    def stop(self) -> None:
-        deadline = time.monotonic() + 3.0
+    def describe(self) -> str:
+        return ""
+
+    def stop(self, deadline: float) -> None:
+        patience = min(deadline - 1.0, time.monotonic() + 3.0)
         for agent in self._agents.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                agent.wait(max(0.05, deadline - time.monotonic()))
+                agent.wait(max(0.05, patience - time.monotonic()))
         for agent in self._agents.values():
             if agent.poll() is None:
                 agent.kill()

@@ -1,23 +1,20 @@
 """`Kubernetes`: one bare pod per node, each with its own Secret, all owned by one small run object.
 
 Deleting that object (a ConfigMap) deletes everything. A Job would end all pods when one succeeds, count their failures
-together, and scale down whichever it likes. Manifests are made by pure functions; the official client is imported when
-a run begins.
+together, and scale down whichever it likes. Manifests are made by pure functions; pods pass the "restricted" Pod
+Security Standard unless options say otherwise.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterenv.backends.keeper import start_first
+from clusterenv.backends.kubernetes_api import LEASE, SEEN, Api, delete_run, labels, now, selector
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import emit
@@ -31,11 +28,12 @@ if TYPE_CHECKING:
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
 
-__all__ = ["Kubernetes", "delete_run", "pod_manifest", "run_manifest", "secret_manifest"]
+__all__ = ["Kubernetes", "pod_manifest", "run_manifest", "secret_manifest"]
 
 _KEY = "/var/run/clusterenv/node.key"
-_ANSWER_S = 10.0  # for one answer of the API, once the run has begun
-_GONE_S = 5.0
+_BEAT_S = 30.0
+"""How often the run object is told that the head is alive."""
+
 _HOPELESS = {
     "CreateContainerConfigError",
     "CreateContainerError",
@@ -60,6 +58,8 @@ class Kubernetes(Remote):
         cpu, memory: of a pod, as Kubernetes writes them; `cpu` None: one core per worker. Requests and limits.
         node_selector, tolerations, service_account, labels: of the pods.
         pod_overrides: merged into the pod's spec: {"priorityClassName": "low"}. Lists are appended to.
+        run_as_user: the user id in the pods. None: the one of the image, or what the platform chooses; where that is
+            root, the cluster refuses the pod. 0: root, which namespaces with the "restricted" standard refuse.
         python: the interpreter in the image.
         kubeconfig, context: None: as kubectl finds them; within a pod, its service account.
         grace_s: what a pod gets to finish its step when it is deleted.
@@ -76,6 +76,7 @@ class Kubernetes(Remote):
     service_account: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     pod_overrides: Mapping[str, Any] = field(default_factory=dict)
+    run_as_user: int | None = 1000
     python: str = "python"
     kubeconfig: str | None = None
     context: str | None = None
@@ -85,29 +86,33 @@ class Kubernetes(Remote):
         self._check(self.nodes)
         if not self.image:
             raise SpecError("Kubernetes(image=''): name an image that has clusterenv in it")
+        if self.run_as_user is not None and self.run_as_user < 0:
+            raise SpecError(f"Kubernetes(run_as_user={self.run_as_user}): a user id, 0 or more, or None")
 
     def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
-        api, namespace = connect(self.kubeconfig, self.context)
-        namespace = self.namespace or namespace
+        api = Api(self.kubeconfig, self.context)
+        namespace = self.namespace or api.namespace
         try:
             return self.start_with(
                 self.nodes, lambda plan: _Pods(self, plan, api, namespace), blueprint, mode, recovery, events
             )
         except BaseException:
-            api.api_client.close()
+            api.close()
             raise
 
 
 # -- manifests ----------------------------------------------------------------------------------------------------
 
 
-def run_manifest(run: str) -> Manifest:
-    """The object that owns everything of a run."""
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"clusterenv-{run}", "labels": _labels(run)}}
+def run_manifest(run: str, lease_s: float) -> Manifest:
+    """The object that owns everything of a run, and says when its head was last alive."""
+    annotations = {SEEN: now(), LEASE: f"{lease_s:g}"}
+    metadata = {"name": f"clusterenv-{run}", "labels": labels(run), "annotations": annotations}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
 
 
 def secret_manifest(run: str, node: int, key: str, owner: Manifest) -> Manifest:
-    metadata = {"name": f"clusterenv-{run}-{node}", "labels": _labels(run), "ownerReferences": [owner]}
+    metadata = {"name": f"clusterenv-{run}-{node}", "labels": labels(run), "ownerReferences": [owner]}
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"node.key": key}}
 
 
@@ -122,12 +127,13 @@ def pod_manifest(
         "command": [backend.python, "-m", "clusterenv", "node", "--join", _KEY, "--mounted", *options],
         "resources": {"requests": resources, "limits": resources},
         "volumeMounts": [{"name": "key", "mountPath": _KEY, "subPath": "node.key", "readOnly": True}],
-        "securityContext": {"allowPrivilegeEscalation": False},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
     spec: Manifest = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": backend.grace_s,
         "automountServiceAccountToken": False,
+        "securityContext": _security(backend.run_as_user),
         "containers": [container],
         "volumes": [{"name": "key", "secret": {"secretName": f"clusterenv-{run}-{node}", "defaultMode": 0o444}}],
     }
@@ -143,13 +149,15 @@ def pod_manifest(
         container[key] = _merged(container.get(key), value)
     for key, value in overrides.items():
         spec[key] = _merged(spec.get(key), value)
-    labels = {**backend.labels, **_labels(run), "clusterenv/node": str(node)}
-    metadata = {"name": name, "labels": labels, "ownerReferences": [owner]}
+    own = {**backend.labels, **labels(run), "clusterenv/node": str(node)}
+    metadata = {"name": name, "labels": own, "ownerReferences": [owner]}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def _labels(run: str) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "clusterenv", "clusterenv/run": run}
+def _security(user: int | None) -> Manifest:
+    """Of the pod, as the "restricted" standard asks; but for root, where the user wants that."""
+    who: Manifest = {} if user is None else {"runAsUser": user}
+    return {**who, "runAsNonRoot": user != 0, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
 def _merged(old: Any, new: Any) -> Any:
@@ -163,48 +171,24 @@ def _merged(old: Any, new: Any) -> Any:
 # -- pods ---------------------------------------------------------------------------------------------------------
 
 
-def connect(kubeconfig: str | None, context: str | None) -> tuple[Any, str]:
-    """The API, and the namespace that one is in."""
-    try:
-        from kubernetes import client, config
-    except ImportError:
-        raise StartError('Kubernetes(...) needs its client: pip install "clusterenv[kubernetes]"') from None
-    inside = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-    settings = client.Configuration()
-    try:
-        if kubeconfig is None and not os.environ.get("KUBECONFIG") and inside.exists():
-            config.load_incluster_config(client_configuration=settings)
-            namespace = inside.read_text().strip()
-        else:
-            config.load_kube_config(kubeconfig, context, client_configuration=settings, persist_config=False)
-            contexts, active = config.list_kube_config_contexts(kubeconfig)
-            chosen = next((item for item in contexts if item["name"] == context), active)
-            namespace = chosen["context"].get("namespace", "default")
-    except (config.ConfigException, OSError, TypeError) as error:
-        raise StartError(f"Kubernetes: there is no usable kubeconfig: {error}") from None
-    settings.retries = 1
-    return client.CoreV1Api(client.ApiClient(settings)), namespace
-
-
 class _Pods:
     """`Jobs` of Kubernetes."""
 
-    def __init__(self, backend: Kubernetes, plan: Plan, api: Any, namespace: str) -> None:
+    def __init__(self, backend: Kubernetes, plan: Plan, api: Api, namespace: str) -> None:
         self._backend, self._plan, self._api, self._namespace = backend, plan, api, namespace
-        note = {"namespace": namespace, "kubeconfig": backend.kubeconfig, "context": backend.context, "run": plan.run}
-        (plan.folder / "kubernetes.json").write_text(json.dumps(note))
         self._pod = [""] * len(plan.files)
         self._tries = [0] * len(plan.files)
         self._seen: dict[str, Any] = {}  # pod → as the API last described it; None: it is gone
-        start_first(self, plan.nodes)
-        emit(logging.INFO, f"{plan.nodes} pods of run clusterenv-{plan.run} in namespace {namespace}")
+        self._beat_at, self._may_beat = time.monotonic() + _BEAT_S, True
+
+    @property
+    def note(self) -> dict[str, Any]:
+        return {"kubernetes": {**self._api.note, "namespace": self._namespace, "run": self._plan.run}}
 
     def look(self) -> dict[int, str]:
-        selector = f"clusterenv/run={self._plan.run}"
-        found = _ask(
-            self._api.list_namespaced_pod, self._namespace, label_selector=selector, _request_timeout=_ANSWER_S
-        )
+        found = self._api.ask("list_namespaced_pod", self._namespace, label_selector=selector(self._plan.run))
         self._seen = {**dict.fromkeys(self._seen), **{pod.metadata.name: pod for pod in found.items}}
+        self._beat()
         over = {}
         for node, name in enumerate(self._pod):
             if name in self._seen:
@@ -214,6 +198,18 @@ class _Pods:
                     over[node] = f"ended: pod {name} is {text}"
         return over
 
+    def _beat(self) -> None:
+        if time.monotonic() >= self._beat_at:
+            self._beat_at = time.monotonic() + _BEAT_S
+            body = {"metadata": {"annotations": {SEEN: now()}}}
+            name = f"clusterenv-{self._plan.run}"
+            try:
+                self._api.ask("patch_namespaced_config_map", name, self._namespace, body, none_if=404)
+            except StartError as error:  # rights of an older deploy/rbac.yaml; the run does not need it
+                if self._may_beat:
+                    emit(logging.WARNING, f"`clusterenv gc --kubernetes` may take this run for abandoned: {error}")
+                self._may_beat = False
+
     def has_job(self, node: int) -> bool:
         return bool(self._pod[node])
 
@@ -221,19 +217,20 @@ class _Pods:
         self._delete(node, 0)
         owner, run = self._owner(), self._plan.run
         secret = secret_manifest(run, node, self._plan.files[node].read_text(), owner)
-        _ask(self._api.create_namespaced_secret, self._namespace, secret, none_if=409)  # there from the pod before
+        self._api.ask("create_namespaced_secret", self._namespace, secret, none_if=409)  # there from the pod before
         self._tries[node] += 1
         name = f"clusterenv-{run}-{node}-{self._tries[node]}"
         pod = pod_manifest(self._backend, run, node, name, self._plan.options, owner)
-        _ask(self._api.create_namespaced_pod, self._namespace, pod)
+        self._api.ask("create_namespaced_pod", self._namespace, pod)
         self._pod[node] = name
 
     def _owner(self) -> Manifest:
         """The run object; made anew where somebody has deleted it, and with it everything that it owned."""
         name, where = f"clusterenv-{self._plan.run}", self._namespace
-        found = _ask(self._api.read_namespaced_config_map, name, where, none_if=404)
+        found = self._api.ask("read_namespaced_config_map", name, where, none_if=404)
         if found is None:
-            found = _ask(self._api.create_namespaced_config_map, where, run_manifest(self._plan.run))
+            manifest = run_manifest(self._plan.run, self._plan.lease_s)
+            found = self._api.ask("create_namespaced_config_map", where, manifest)
         return {"apiVersion": "v1", "kind": "ConfigMap", "name": name, "uid": found.metadata.uid}
 
     def drop(self, node: int) -> None:
@@ -241,11 +238,9 @@ class _Pods:
         self._pod[node] = ""
 
     def _delete(self, node: int, grace_s: int) -> None:
-        if self._pod[node]:
-            with contextlib.suppress(Exception):  # it is gone already, or will be with the run
-                self._api.delete_namespaced_pod(
-                    self._pod[node], self._namespace, grace_period_seconds=grace_s, _request_timeout=_ANSWER_S
-                )
+        name, where = self._pod[node], self._namespace
+        if name:
+            self._api.ask("delete_namespaced_pod", name, where, grace_period_seconds=grace_s, none_if=404)
 
     def state(self, node: int) -> str:
         pod = self._seen.get(self._pod[node], "")
@@ -254,49 +249,25 @@ class _Pods:
     def log_tail(self, node: int) -> str:
         name = self._pod[node]
         try:
-            tail = self._api.read_namespaced_pod_log(name, self._namespace, tail_lines=40, _request_timeout=5)
-        except Exception as error:  # no container yet, or no pod any more
-            tail = f"(no log: {_told(error)})"
+            tail = self._api.ask("read_namespaced_pod_log", name, self._namespace, tail_lines=40, timeout_s=5.0)
+        except StartError as error:  # no container yet, or no pod any more
+            tail = f"(no log: {error})"
         told = []
-        with contextlib.suppress(Exception):  # events are a courtesy, which may need rights that the head lacks
-            events = self._api.list_namespaced_event(
-                self._namespace, field_selector=f"involvedObject.name={name}", _request_timeout=5
-            )
+        with contextlib.suppress(StartError):  # events are a courtesy, which may need rights that the head lacks
+            its = f"involvedObject.name={name}"
+            events = self._api.ask("list_namespaced_event", self._namespace, field_selector=its, timeout_s=5.0)
             told = [f"{event.reason}: {event.message}" for event in events.items[-5:]]
         return "\n".join([f"pod {name}: {self.state(node)}", *told, tail or "(it has said nothing)"])
 
-    def stop(self) -> None:
+    def describe(self) -> str:
+        pods = sum(map(bool, self._pod))
+        return f"{pods} pods of run clusterenv-{self._plan.run} in namespace {self._namespace}"
+
+    def stop(self, deadline: float) -> None:
         try:
-            delete_run(self._api, self._namespace, self._plan.run)
+            delete_run(self._api, self._namespace, self._plan.run, deadline)
         finally:
-            self._api.api_client.close()
-
-
-def delete_run(api: Any, namespace: str, run: str) -> None:
-    """Pods, Secrets, and the object that owns them. Waits until the pods are gone, but not for long."""
-    selector = f"clusterenv/run={run}"
-
-    def delete_pods(grace_s: int) -> bool:
-        pods = api.list_namespaced_pod(namespace, label_selector=selector, _request_timeout=_ANSWER_S).items
-        for pod in pods:
-            is_there = pod.status.phase == "Running" and not _describe(pod)[1]  # else nobody is to be told
-            with contextlib.suppress(Exception):  # somebody was faster
-                grace = grace_s if is_there else 0
-                name = pod.metadata.name
-                api.delete_namespaced_pod(name, namespace, grace_period_seconds=grace, _request_timeout=_ANSWER_S)
-        return bool(pods)
-
-    try:
-        delete_pods(5)
-        api.delete_collection_namespaced_secret(namespace, label_selector=selector, _request_timeout=_ANSWER_S)
-        with contextlib.suppress(Exception):  # somebody was faster
-            api.delete_namespaced_config_map(f"clusterenv-{run}", namespace, _request_timeout=_ANSWER_S)
-        deadline = time.monotonic() + _GONE_S
-        while delete_pods(5) and time.monotonic() < deadline:
-            time.sleep(0.5)
-        delete_pods(0)  # what a kubelet is slow to report: their processes have had their time
-    except Exception as error:  # at the end of a run nothing better can be done than to say so
-        emit(logging.WARNING, f"Kubernetes: run clusterenv-{run} could not be deleted: {_told(error)}")
+            self._api.close()
 
 
 def _describe(pod: Any) -> tuple[str, bool]:
@@ -314,21 +285,3 @@ def _describe(pod: Any) -> tuple[str, bool]:
         if condition.type == "PodScheduled" and condition.status == "False":
             return f"{status.phase} ({condition.reason}: {condition.message})", False
     return str(status.phase), False
-
-
-def _ask(call: Any, *args: Any, none_if: int = 0, **options: Any) -> Any:
-    """The answer; None where it is this HTTP status, and a StartError that quotes any other."""
-    try:
-        return call(*args, **{"_request_timeout": 30, **options})
-    except Exception as error:  # the client raises its own, and urllib3's
-        if getattr(error, "status", None) == none_if:
-            return None
-        raise _told(error) from None
-
-
-def _told(error: Exception) -> StartError:
-    """What the API server said, in one line."""
-    body = getattr(error, "body", None)
-    with contextlib.suppress(TypeError, ValueError, KeyError):
-        return StartError(f"Kubernetes says: {json.loads(body)['message']}")  # type: ignore[arg-type]
-    return StartError(f"Kubernetes cannot be reached: {str(getattr(error, 'reason', None) or error)[:300]}")

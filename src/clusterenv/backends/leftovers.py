@@ -1,29 +1,35 @@
-"""What a killed head leaves: found by the notes in its run's folder, and removed (`clusterenv gc`).
+"""`clusterenv gc`: remove what runs have left behind whose head is gone.
 
-Nodes end by themselves when their lease on the head is over. What stays is what cannot know: jobs that still wait in a
-queue, objects in a Kubernetes namespace, key files.
+Nodes end by themselves when their lease on the head is over. What stays is what cannot know: jobs that wait in a queue,
+objects in a Kubernetes namespace, key files. They are found by the note in the run's folder (`Note`); what a backend
+left is removed by its own `collect`. A note is deleted last, and only when everything else is gone.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
-import socket
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
-__all__ = ["note_head", "places", "remove"]
+from clusterenv.backends.note import NAME, life, now_there
+from clusterenv.errors import ClusterEnvError
 
-_NOTE = "head.json"
+__all__ = ["Removed", "places", "remove", "remove_pods"]
+
+_COLLECT_S = 60.0
+"""What one backend may take to remove what is left of one run."""
 
 
-def note_head(folder: Path, run: str) -> None:
-    """Written by the head when it makes the folder: who it is."""
-    pid = os.getpid()
-    note = {"run": run, "host": socket.gethostname(), "pid": pid, "started": _started(pid)}
-    (folder / _NOTE).write_text(json.dumps(note))
+class Removed(NamedTuple):
+    runs: int
+    """Without a head; removed, unless it was a dry run."""
+    failures: int
 
 
 def places() -> list[Path]:
@@ -31,47 +37,77 @@ def places() -> list[Path]:
     return [Path("~/.clusterenv").expanduser(), Path(tempfile.gettempdir())]
 
 
-def remove(folders: list[Path], dry_run: bool, say: Callable[[str], None]) -> int:
-    """Remove what runs without a head have left below these folders; returns how many there were."""
-    count = 0
+def remove(
+    folders: list[Path],
+    dry_run: bool,
+    say: Callable[[str], None],
+    run: str | None = None,
+    any_owner: bool = False,
+) -> Removed:
+    """Remove what runs without a head have left below these folders.
+
+    `run`: only this one, also where its head cannot be judged from here. `any_owner`: the file system shows others as
+    the owners of this user's files.
+    """
+    count = failures = foreign = 0
     for folder in folders:
-        for run in sorted(folder.glob("clusterenv-*")):
-            if run.is_symlink() or not (run / _NOTE).is_file() or run.stat().st_uid != os.getuid():
-                continue
-            note = json.loads((run / _NOTE).read_text())
-            if note["host"] != socket.gethostname():
-                say(f"{run}: its head is on {note['host']}: run this there")
-            elif _started(note["pid"]) == note["started"]:
-                say(f"{run}: its head is running (process {note['pid']})")
-            else:
+        for path in sorted(folder.glob(f"clusterenv-{glob.escape(run) if run else '*'}")):
+            try:
+                info = path.lstat()
+                if path.is_symlink() or not path.is_dir():
+                    continue
+                if info.st_uid != os.getuid() and not (any_owner and not info.st_mode & 0o077):
+                    foreign += 1  # nothing in it is trusted: a note can name a kubeconfig, which can run programs
+                    continue
+                if not (path / NAME).is_file():
+                    continue
+                note = json.loads((path / NAME).read_text())
+                head = life(note, now_there(folder) - (path / NAME).stat().st_mtime)
+                if not head.is_over and (head.is_certain or run is None):
+                    how = "" if head.is_certain else f"; if you know that it is gone: clusterenv gc --run {note['run']}"
+                    say(f"{path}: kept, {head.text}{how}")
+                    continue
                 count += 1
-                say(f"{run}: left by process {note['pid']}" + (" (dry run: kept)" if dry_run else ""))
+                say(f"{path}: {'would be removed' if dry_run else 'removing'}, {head.text}")
                 if not dry_run:
-                    _remove_run(run, say)
-    return count
+                    for backend, facts in note["jobs"].items():
+                        _collect(backend, facts, say)
+                    shutil.rmtree(path)
+            except (ClusterEnvError, OSError, ValueError, LookupError, TypeError) as error:
+                failures += 1
+                say(f"{path}: kept, it could not be removed: {type(error).__name__}: {error}")
+    if foreign:
+        say(f"{foreign} folders of other users were skipped")
+    return Removed(count, failures)
 
 
-def _remove_run(run: Path, say: Callable[[str], None]) -> None:
-    if (run / "slurm-jobs").is_file():
-        from clusterenv.backends.slurm import cancel
+def remove_pods(
+    namespace: str | None, context: str | None, dry_run: bool, say: Callable[[str], None], run: str | None = None
+) -> Removed:
+    """Remove runs from a Kubernetes namespace whose heads wrote their notes where nobody can read them: in a pod."""
+    from clusterenv.backends.kubernetes_api import delete_abandoned
 
-        jobs = (run / "slurm-jobs").read_text().split()
-        say(f"{run}: cancelling SLURM jobs {', '.join(jobs)}")
-        cancel(jobs)
-    if (run / "kubernetes.json").is_file():
-        from clusterenv.backends.kubernetes import connect, delete_run
-
-        note = json.loads((run / "kubernetes.json").read_text())
-        say(f"{run}: deleting run clusterenv-{note['run']} in namespace {note['namespace']}")
-        api, _ = connect(note["kubeconfig"], note["context"])
-        delete_run(api, note["namespace"], note["run"])
-        api.api_client.close()
-    shutil.rmtree(run)
-
-
-def _started(pid: int) -> str:
-    """When this process started, in the kernel's own count; tells it from a later one with the same number."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
-    except OSError:
-        return ""
+        return Removed(*delete_abandoned(namespace, context, dry_run, say, run, time.monotonic() + _COLLECT_S))
+    except ClusterEnvError as error:
+        say(str(error))
+        return Removed(0, 1)
+
+
+def _collect(backend: str, facts: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Raises where something may be left."""
+    deadline = time.monotonic() + _COLLECT_S
+    if backend == "slurm":
+        from clusterenv.backends import slurm
+
+        say(slurm.collect(facts, deadline))
+    elif backend == "kubernetes":
+        from clusterenv.backends import kubernetes_api
+
+        say(kubernetes_api.collect(facts, deadline))
+    elif backend == "ray":
+        from clusterenv.backends import ray
+
+        say(ray.collect(facts, deadline))
+    else:
+        raise ValueError(f"the note names a backend {backend!r} that this version does not know")

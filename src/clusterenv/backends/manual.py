@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clusterenv.backends.remote import Remote
 from clusterenv.events import instruct
@@ -42,13 +42,16 @@ class _ByHand:
     """`Jobs` that the user runs."""
 
     def __init__(self, plan: Plan) -> None:
-        lines = [" ".join(["clusterenv node --join", path.name, *plan.options]) for path in plan.files]
-        text = f"Copy each key file from {plan.folder} to its machine (scp keeps it private), and start there:\n"
-        for i, (path, line) in enumerate(zip(plan.files[: plan.nodes], lines, strict=False)):
-            text += f"  node {i}: {line}    # {path}\n"
-        text += f"The nodes dial {plan.address}.\n"
-        self._lines, self._files = lines, plan.files
-        instruct(text.rstrip())
+        self._lines = [" ".join(["clusterenv node --join", path.name, *plan.options]) for path in plan.files]
+        self._files, self._shown = plan.files, set[int]()
+        instruct(
+            f"The nodes dial {plan.address}. Copy each key file from {plan.folder} to its machine "
+            "(scp keeps it private), and start there:"
+        )
+
+    @property
+    def note(self) -> dict[str, Any]:
+        return {}
 
     def look(self) -> dict[int, str]:
         return {}  # nobody knows
@@ -57,7 +60,9 @@ class _ByHand:
         return False  # the user sees whether it runs, and is told at once
 
     def start(self, node: int) -> None:
-        instruct(f"clusterenv: node {node} is wanted: {self._lines[node]}    # {self._files[node]}")
+        what = f"clusterenv: node {node} is wanted" if node in self._shown else f"  node {node}"
+        self._shown.add(node)
+        instruct(f"{what}: {self._lines[node]}    # {self._files[node]}")
 
     def drop(self, node: int) -> None:
         return None
@@ -68,5 +73,8 @@ class _ByHand:
     def log_tail(self, node: int) -> str:
         return "(in the terminal where it was started)"
 
-    def stop(self) -> None:
+    def describe(self) -> str:
+        return ""
+
+    def stop(self, deadline: float) -> None:
         return None

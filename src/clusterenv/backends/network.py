@@ -5,38 +5,40 @@ A backend brings `Jobs`: how node agents are started, looked after and ended. It
 
 from __future__ import annotations
 
+import logging
 import os
-import secrets
-import shutil
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.backends.addresses import dialled, listening_address, parse_advertise, parse_port
+from clusterenv.backends.folder import RunFolder
 from clusterenv.backends.keeper import Keeper
-from clusterenv.backends.leftovers import note_head
 from clusterenv.backends.local import split
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError, StartError
-from clusterenv.events import EventLog, emit_progress
+from clusterenv.events import Event, EventLog, emit, emit_progress
 from clusterenv.head.crew import RemoteCrew
 from clusterenv.head.head import Head, Timing
 from clusterenv.open_files import allow_open_files
 from clusterenv.pool import Pool
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
-from clusterenv.transport.keys import Joining, make_keys, private_folder, write_joining
+from clusterenv.transport.keys import make_keys
 
 __all__ = ["Jobs", "Plan", "agent_command", "start"]
 
 _QUIET_S = 2.0
 """How long nodes are awaited before anything is logged about it."""
+
+_CLEAN_UP_S = 8.0
+"""What may be spent on ending the jobs of a run that could not be started."""
 
 _OTHERS_S = 5.0
 """How long the last of `min_nodes` nodes waits for others before the run begins without them."""
@@ -56,10 +58,15 @@ class Plan:
     """So many are wanted at first, of those that have a key file."""
     address: str
     """What nodes dial."""
+    closing: threading.Event
+    """Set when the run is over: a question to the scheduler that is under way need not be answered."""
+    digests: tuple[str, ...] = ()
+    """SHA-256 of each key file, where its owner says nothing."""
 
     def command(self, node: int, python: str | None = None) -> list[str]:
         """Return the command that starts the agent of this node on a machine that sees the same files."""
-        return agent_command(self.files[node], self.options, python)
+        digest = ["--key-sha256", self.digests[node]] if self.digests else []
+        return agent_command(self.files[node], [*digest, *self.options], python)
 
     @property
     def options(self) -> list[str]:
@@ -72,10 +79,15 @@ def agent_command(key: Path, options: Sequence[str] = (), python: str | None = N
 
 
 class Jobs(Protocol):
-    """The node agents of one run; those wanted at first are started when it is made.
+    """The node agents of one run, as its scheduler has them.
 
-    `Keeper`'s thread calls it, but for `state` and `log_tail`: meanwhile, whoever awaits the nodes does.
+    Nothing is started when it is made. `Keeper`'s thread alone calls it, but for `state`, `log_tail` and `describe`.
     """
+
+    @property
+    def note(self) -> Mapping[str, Any]:
+        """What `clusterenv gc` needs to end these: {"slurm": {...}}; empty where nothing outlives the nodes."""
+        ...
 
     def look(self) -> dict[int, str]:
         """Ask the scheduler: nodes whose agent is known to be over, and why. May be slow, may raise."""
@@ -101,8 +113,15 @@ class Jobs(Protocol):
         """The last words of a node, or where they are."""
         ...
 
-    def stop(self) -> None:
-        """Nothing may be left. Bounded; called once, when nothing else will be."""
+    def describe(self) -> str:
+        """What was started, in the scheduler's own names; may be empty."""
+        ...
+
+    def stop(self, deadline: float) -> None:
+        """End everything by `deadline` (of the monotonic clock). Raises where something may be left.
+
+        Called once, when nothing else will be.
+        """
         ...
 
 
@@ -127,19 +146,25 @@ def start(
         )
     # A connection for each node, a second one for a moment while it dials, and the sockets of the head.
     allow_open_files(f"{most} nodes", more=2 * most + 24)
-    run = secrets.token_hex(4)
-    # A folder of the run's own, also below one that the user names: it is removed at the end.
-    folder = private_folder(Path(remote.folder or tempfile.gettempdir()).expanduser() / f"clusterenv-{run}")
-    note_head(folder, run)
-    keys, node_keys = make_keys(), [make_keys() for _ in range(most)]
-    keeper = Keeper()
+    timing = Timing(*remote.heartbeat, remote.move_after_s)
+    folder = RunFolder(remote.folder, timing.lease_s, remote.owner_squashed)
+    keeper = Keeper(events)
+    jobs: Jobs | None = None
+
+    def stop(deadline: float) -> None:
+        left = keeper.stop(deadline)
+        folder.end(left)
+        if left:
+            events.add(Event("jobs_left", _left_behind(folder, left, jobs, timing.lease_s)))
+
     try:
+        keys, node_keys = make_keys(), [make_keys() for _ in range(most)]
         head = Head(
             keys,
             [pair.public for pair in node_keys],
             host,
             parse_port(remote.port),
-            Timing(*remote.heartbeat, remote.move_after_s),
+            timing,
             events,
             keeper,
             cores=1 if remote.oversubscribe else each,
@@ -147,20 +172,28 @@ def start(
             invited=nodes,
         )
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.end("")
         raise
-
-    def stop() -> None:
-        keeper.stop()
-        shutil.rmtree(folder, ignore_errors=True)
-
     address = dialled(head.address, advertised)
     try:
-        files = tuple(folder / f"node-{i}.key" for i in range(most))
-        for i, (path, pair) in enumerate(zip(files, node_keys, strict=True)):
-            write_joining(path, Joining(run, i, address, keys.public, pair.public, pair.secret))
-        jobs = launch(Plan(run, folder, files, head.timing.lease_s, remote.allow_pickle, nodes, address))
-        keeper.keep(jobs)
+        folder.write_keys(address, keys.public, node_keys)
+        with folder.writing():
+            plan = Plan(
+                folder.run,
+                folder.path,
+                folder.files,
+                timing.lease_s,
+                remote.allow_pickle,
+                nodes,
+                address,
+                keeper.closing,
+                folder.digests if remote.owner_squashed else (),
+            )
+            jobs = launch(plan)
+            folder.note.add_jobs(jobs.note)
+            keeper.keep(jobs, nodes)
+        if described := jobs.describe():
+            emit(logging.INFO, described)
         _await(head, address, keeper, jobs, remote, nodes, blueprint.num_envs)
         head.share_out()
         slots_of = split(blueprint.num_envs, workers)
@@ -180,8 +213,17 @@ def start(
         return Pool(crew, slots_of, mode, recovery, is_vector=blueprint.is_vector, events=events, node_of=seat_of)
     except BaseException:
         head.close()
-        stop()
+        stop(time.monotonic() + _CLEAN_UP_S)
         raise
+
+
+def _left_behind(folder: RunFolder, left: str, jobs: Jobs | None, lease_s: float) -> str:
+    described = jobs.describe() if jobs is not None else ""
+    return (
+        f"run {folder.run} is closed, but not all of it could be removed: {left}. It had: "
+        f"{described or 'node agents'}. Nodes that are running end by themselves within {lease_s:g} s; "
+        f"`clusterenv gc --folder {folder.path.parent}` removes the rest"
+    )
 
 
 def _await(head: Head, address: str, keeper: Keeper, jobs: Jobs, remote: Remote, nodes: int, num_envs: int) -> None:

@@ -1,7 +1,8 @@
 """`Ray`: node agents as actors, placed by Ray on a cluster that is there already, or on one started for the run.
 
-An actor writes its key into a private folder and runs the agent as a process of its own, which ends with the actor: the
-agent's signals and its loop are not Ray's. Ray itself is imported when a run begins.
+An actor runs the agent as a process of its own, which ends with the actor: the agent's signals and its loop are not
+Ray's. It hands over the key through a pipe, so that an actor that is killed leaves no file. Ray itself is imported when
+a run begins.
 """
 
 from __future__ import annotations
@@ -16,14 +17,11 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterenv.arguments import expect
-from clusterenv.backends.keeper import start_first
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import StartError
-from clusterenv.events import emit
 from clusterenv.pool.ends import how_it_ended
 
 if TYPE_CHECKING:
@@ -35,9 +33,11 @@ if TYPE_CHECKING:
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
 
-__all__ = ["NodeActor", "Ray"]
+__all__ = ["NodeActor", "Ray", "collect"]
 
-_STOP_S = 5.0
+_STOP_S = 3.0
+_NAMESPACE = "clusterenv"
+"""Ray's, in which the actors of all runs have their names."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,7 @@ class Ray(Remote):
         is_ours = not ray.is_initialized()
         if is_ours:
             _probe(self.address)
-            try:
-                ray.init(address=self.address, log_to_driver=False, logging_level=logging.ERROR)
-            except (ConnectionError, RuntimeError, ValueError, AssertionError) as error:
-                raise StartError(f"Ray({self.address!r}) cannot be reached: {error}") from None
+            _init(self.address)
         # The nodes of a cluster that was started for the run are processes of this machine.
         is_here = is_ours and self.address == "local"
         remote = replace(self, bind="127.0.0.1") if is_here and self.bind is None else self
@@ -84,6 +81,15 @@ class Ray(Remote):
             if is_ours:
                 ray.shutdown()
             raise
+
+
+def _init(address: str) -> None:
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, AssertionError) as error:
+        raise StartError(f"Ray({address!r}) cannot be reached: {error}") from None
 
 
 def _probe(address: str) -> None:
@@ -100,21 +106,19 @@ class NodeActor:
     """What runs on a Ray node: a node agent in a process of its own."""
 
     def __init__(self, key: bytes, options: Sequence[str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="clusterenv-ray-")  # mode 0700
-        path = Path(self._folder.name)
-        fd = os.open(path / "node.key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(key)
-        self._log = path / "log"
-        command = [sys.executable, "-m", "clusterenv", "node", "--join", str(path / "node.key"), "--with-parent"]
-        with self._log.open("ab") as log:
-            self._agent = subprocess.Popen([*command, *options], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        command = [sys.executable, "-m", "clusterenv", "node", "--join", "-", "--with-parent", *options]
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # it has no name: nothing is left of it either
+        self._agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=self._log, stderr=self._log)
+        assert self._agent.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._agent.stdin as pipe:  # it ended at once: `poll` tells
+            pipe.write(key)
 
     def poll(self) -> tuple[int | None, str]:
         """The agent's exit code, if it is over, and its last words."""
-        from clusterenv.backends.network import read_tail
-
-        return self._agent.poll(), read_tail(self._log)
+        end = os.fstat(self._log.fileno()).st_size
+        start = max(0, end - 4000)
+        tail = os.pread(self._log.fileno(), end - start, start)  # the agent writes at the end, whatever is read
+        return self._agent.poll(), tail.decode(errors="replace").strip() or "(nothing)"
 
     def stop(self) -> None:
         self._agent.terminate()
@@ -123,7 +127,7 @@ class NodeActor:
         except subprocess.TimeoutExpired:
             self._agent.kill()
             self._agent.wait()
-        self._folder.cleanup()
+        self._log.close()
 
 
 class _Actors:
@@ -136,11 +140,16 @@ class _Actors:
         cpus = backend.workers_per_node if backend.cpus_per_node is None else backend.cpus_per_node
         options: dict[str, Any] = {"num_cpus": cpus, "resources": dict(backend.resources) or None, "max_restarts": 0}
         self._class = ray.remote(NodeActor).options(scheduling_strategy="SPREAD", **options)
+        self._prefix = f"clusterenv-{plan.run}-"
         self._said: dict[int, tuple[int | None, str]] = {}
         self._over: dict[int, str] = {}
         self._actors: dict[int, Any] = {}
         self._asked: dict[int, Any] = {}
-        start_first(self, plan.nodes)
+        self._count = 0
+
+    @property
+    def note(self) -> dict[str, Any]:
+        return {"ray": {"address": self._ray.get_runtime_context().gcs_address, "prefix": self._prefix}}
 
     def look(self) -> dict[int, str]:
         """Take the answers that are there, and ask again."""
@@ -167,7 +176,9 @@ class _Actors:
     def start(self, node: int) -> None:
         self._kill(node)
         # The key goes as an argument, through Ray's own channels: docs/security.md says what that is worth.
-        self._actors[node] = self._class.remote(self._plan.files[node].read_bytes(), self._plan.options)
+        self._count += 1
+        named = self._class.options(name=f"{self._prefix}{node}-{self._count}", namespace=_NAMESPACE)
+        self._actors[node] = named.remote(self._plan.files[node].read_bytes(), self._plan.options)
         self._asked[node] = self._actors[node].poll.remote()
         self._over.pop(node, None)
         self._said.pop(node, None)
@@ -192,13 +203,51 @@ class _Actors:
     def log_tail(self, node: int) -> str:
         return self._said.get(node, (None, f"({self.state(node)})"))[1]
 
-    def stop(self) -> None:
+    def describe(self) -> str:
+        return f"{len(self._actors)} Ray actors named {self._prefix}*"
+
+    def stop(self, deadline: float) -> None:
+        """Calls of Ray have no timeout: `Keeper` does not wait longer than until `deadline`."""
         stopping = [actor.stop.remote() for node, actor in self._actors.items() if node in self._said]
-        deadline = time.monotonic() + _STOP_S
         if stopping:
-            self._ray.wait(stopping, num_returns=len(stopping), timeout=max(0.1, deadline - time.monotonic()))
+            patience_s = max(0.1, min(_STOP_S + 1.0, deadline - 2.0 - time.monotonic()))
+            self._ray.wait(stopping, num_returns=len(stopping), timeout=patience_s)
         for node in list(self._actors):
             self._kill(node)
         if self._is_ours:
             self._ray.shutdown()
-        emit(logging.DEBUG, "Ray actors ended")
+
+
+def collect(facts: Mapping[str, Any], deadline: float) -> str:
+    """Kill the actors that a run's note names, and say so. Raises where that fails.
+
+    Ray ends them itself with the script that made them; not before, where that goes on without them.
+    """
+    try:
+        import ray
+        from ray.util import list_named_actors
+    except ImportError:
+        raise StartError('the run has actors of Ray: pip install "clusterenv[ray]"') from None
+    address, prefix = facts["address"], facts["prefix"]
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+    except ConnectionRefusedError:
+        return f"the Ray cluster at {address} is not running any more"
+    except OSError as error:
+        raise StartError(f"Ray({address!r}) cannot be reached: {error.strerror or error}") from None
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        _init(address)
+    try:
+        names = [item["name"] for item in list_named_actors(all_namespaces=True) if item["namespace"] == _NAMESPACE]
+        names = [name for name in names if name.startswith(prefix)]
+        for name in names:
+            with contextlib.suppress(ValueError):  # it has ended meanwhile
+                ray.kill(ray.get_actor(name, namespace=_NAMESPACE))
+    except ray.exceptions.RayError as error:
+        raise StartError(f"Ray({address!r}) says: {error}") from None
+    finally:
+        if is_ours:
+            ray.shutdown()
+    return f"{len(names)} Ray actors named {prefix}* are killed"

@@ -34,6 +34,9 @@ class Remote:
         advertise: "host" or "host:port" that nodes dial, if it is not what the head listens on: a forwarded port, the
             host of the container that this process runs in, a Kubernetes Service.
         folder: where to make the run's own folder (mode 0700) of key files, one per node; it is removed at the end.
+        owner_squashed: the file system of `folder` shows another owner than you for files that you make (NFS with
+            root_squash or all_squash, owners that are mapped): accept it, and have nodes check the content of their key
+            file instead. Whoever that file system takes for the same owner can read the keys (docs/security.md).
         start_timeout_s: how long to wait for the nodes.
         max_nodes: how many `envs.scale` may ask for. Every node has the workers of its own slots, and of those whose
             nodes are not there: with 2 nodes of at most 4, twice `workers_per_node`.
@@ -51,6 +54,7 @@ class Remote:
     port: int | tuple[int, int] = 0
     advertise: str | None = None
     folder: str | os.PathLike[str] | None = None
+    owner_squashed: bool = False
     start_timeout_s: float = 600.0
     min_nodes: int | None = None
     max_nodes: int | None = None

@@ -1,27 +1,27 @@
 """`Slurm`: one job per node, so that a lost or preempted one costs one node and is replaced alone.
 
 What is submitted is made by pure functions (`job_script`, `srun_command`); `SlurmJobs` runs `sbatch`, `squeue` and
-`scancel`, and keeps in the run's folder what it submitted, so that `clusterenv gc` can end what a killed head left.
+`scancel`. All jobs of a run have one name, by which they are found and cancelled, also by `clusterenv gc` (`collect`).
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import shlex
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from clusterenv.backends.keeper import start_first
+from clusterenv.backends.programs import NoAnswer, ask
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError, StartError
-from clusterenv.events import emit
 
 if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
 
-__all__ = ["Slurm", "SlurmJobs", "cancel", "job_script", "srun_command"]
+__all__ = ["Slurm", "SlurmJobs", "collect", "job_script", "srun_command"]
 
 _OVER = {
     "BOOT_FAIL",
@@ -63,6 +63,11 @@ _ASK_S = 2.0
 """How often SLURM is asked: its controller serves everybody."""
 
 _COMMAND_S = 30.0
+_LAST_COMMAND_S = 3.0
+"""What `sbatch` or `scancel` still gets where it is under way when the run is closed."""
+
+_STEP_S = 2.0
+"""What an `srun` gets to end its step, before it is killed."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,11 @@ class Slurm(Remote):
                 raise SpecError(f"Slurm(interface={interface!r}, bind={self.bind!r}): two names of one thing: give one")
             object.__setattr__(self, "bind", interface)
         self._check(self.nodes)
+        if "job-name" in self.extra:
+            raise SpecError(
+                f"Slurm(extra={{'job-name': {self.extra['job-name']!r}}}): jobs are named after their run, by which "
+                "they are found and cancelled; use extra={'comment': ...} for words of your own"
+            )
         if self.python == "":
             raise SpecError("Slurm(python=''): expected the path or name of an interpreter on the nodes")
         object.__setattr__(self, "wrap", _words(self.wrap))
@@ -209,19 +219,26 @@ class SlurmJobs:
         self._logs = _logs(plan)
         self._job = [""] * len(plan.files)  # the last one of each node
         self._all: list[str] = []
+        self._is_sure = True  # that `_all` are all; not after an `sbatch` without an answer
         self._states: dict[str, tuple[str, str]] = {}  # job → state, reason
         self._seen: set[str] = set()
         self._ask_at = 0.0
-        start_first(self, plan.nodes)
-        emit(logging.INFO, f"submitted {len(self._all)} jobs ({', '.join(self._all)}); logs in {self._logs}")
+        self._failure: StartError | None = None  # of the last question
+
+    @property
+    def note(self) -> dict[str, Any]:
+        return {"slurm": {"name": self._name, "conf": os.environ.get("SLURM_CONF")}}
 
     def look(self) -> dict[int, str]:
         if time.monotonic() >= self._ask_at:
+            self._failure = None
+            try:
+                self._ask()
+            except StartError as error:
+                self._failure = error
             self._ask_at = time.monotonic() + _ASK_S
-            text = _run(["squeue", "--noheader", "--states=all", f"--name={self._name}", "--format=%i|%T|%r"])
-            lines = [line.strip().split("|", 2) for line in text.splitlines()]
-            self._states = {job: (state, reason) for job, state, reason in lines}
-            self._seen |= self._states.keys()
+        if self._failure is not None:  # also until it is asked again: what it said before is no answer
+            raise self._failure
         over = {}
         for node, job in enumerate(self._job):
             if job in self._states:
@@ -234,28 +251,39 @@ class SlurmJobs:
                 over[node] = f"ended: SLURM knows job {job} no more"
         return over
 
+    def _ask(self) -> None:
+        command = ["squeue", "--noheader", "--states=all", f"--name={self._name}", "--format=%i|%T|%r"]
+        text = _run(command, closing=self._plan.closing)
+        lines = [line.strip().split("|", 2) for line in text.splitlines()]
+        self._states = {job: (state, reason) for job, state, reason in lines}
+        self._seen |= self._states.keys()
+
     def has_job(self, node: int) -> bool:
         return bool(self._job[node])
 
     def start(self, node: int) -> None:
         self._cancel(node)  # it may wait for what will never be
-        script = job_script(
-            self._slurm, self._name, self._plan.command(node, self._slurm.python), self._log(node), Path.cwd()
-        )
-        job = _run(["sbatch", "--parsable"], script).strip().split(";")[0]
+        command = self._plan.command(node, self._slurm.python)
+        script = job_script(self._slurm, self._name, command, self._log(node), Path.cwd())
+        try:
+            answer = _run(["sbatch", "--parsable"], script, closing=self._plan.closing, patience_s=_LAST_COMMAND_S)
+        except NoAnswer:
+            self._is_sure = False
+            raise
+        job = answer.strip().split(";")[0]
         if not job.isdecimal():
             raise StartError(f"sbatch answered {job!r}, which is no job id")
         self._job[node] = job
         self._all.append(job)
-        with (self._plan.folder / "slurm-jobs").open("a") as file:  # before anything waits: gc finds it here
-            file.write(f"{job}\n")
 
     def drop(self, node: int) -> None:
         self._cancel(node)
         self._job[node] = ""
 
     def _cancel(self, node: int) -> None:
-        cancel([self._job[node]] if self._job[node] else [])
+        if self._job[node]:
+            command = ["scancel", "--quiet", self._job[node]]  # no error where it is over
+            _run(command, closing=self._plan.closing, patience_s=_LAST_COMMAND_S)
 
     def state(self, node: int) -> str:
         state, reason = self._states.get(self._job[node], ("", ""))
@@ -270,8 +298,13 @@ class SlurmJobs:
         state = self.state(node)
         return f"SLURM job {self._job[node]}{': ' * bool(state)}{state}\n{read_tail(self._log(node))}"
 
-    def stop(self) -> None:
-        cancel(self._all)
+    def describe(self) -> str:
+        return f"{len(self._all)} SLURM jobs named {self._name} ({_listed(self._all)}); logs in {self._logs}"
+
+    def stop(self, deadline: float) -> None:
+        _cancel_named(self._name, deadline)
+        if not self._is_sure:
+            raise StartError("an sbatch did not answer: its job may still be submitted")
 
 
 class _Steps:
@@ -281,8 +314,10 @@ class _Steps:
         self._slurm, self._plan, self._hosts = slurm, plan, hosts
         self._logs = _logs(plan)
         self._steps: dict[int, subprocess.Popen[bytes]] = {}
-        start_first(self, plan.nodes)
-        emit(logging.INFO, f"{len(hosts)} steps on {', '.join(hosts)}; logs in {self._logs}")
+
+    @property
+    def note(self) -> dict[str, Any]:
+        return {}  # steps end with the lease of their nodes, or with the allocation
 
     def look(self) -> dict[int, str]:
         codes = {node: step.poll() for node, step in self._steps.items()}
@@ -314,28 +349,45 @@ class _Steps:
 
         return read_tail(self._logs / f"node-{node}.log")
 
-    def stop(self) -> None:
-        deadline = time.monotonic() + 5.0
+    def describe(self) -> str:
+        return f"{len(self._steps)} steps on {_listed([self._hosts[i] for i in self._steps])}; logs in {self._logs}"
+
+    def stop(self, deadline: float) -> None:
+        """Nodes were told to leave. Steps that do not end are asked to, all at once, then killed."""
+        self._await_steps(deadline - 2 * _STEP_S)
         for step in self._steps.values():
-            try:
-                step.wait(max(0.05, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            if step.poll() is None:
                 step.terminate()  # srun hands it on to its step
+        self._await_steps(deadline - _STEP_S)
+        stuck = [node for node, step in self._steps.items() if step.poll() is None]
+        for node in stuck:
+            self._steps[node].kill()
+        self._await_steps(deadline)
+        if stuck:
+            hosts = _listed([self._hosts[node] for node in stuck])
+            raise StartError(f"srun did not end its steps on {hosts}, and was killed")
+
+    def _await_steps(self, deadline: float) -> None:
         for step in self._steps.values():
-            try:
-                step.wait(10.0)
-            except subprocess.TimeoutExpired:
-                step.kill()
-                step.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                step.wait(max(0.0, deadline - time.monotonic()))
 
 
-def cancel(jobs: Sequence[str]) -> None:
-    """Whatever state they are in; those that are over do no harm."""
-    if jobs:
-        try:
-            _run(["scancel", "--quiet", *jobs])
-        except StartError as error:
-            emit(logging.WARNING, f"jobs {', '.join(jobs)} could not be cancelled: {error}")
+def collect(facts: Mapping[str, Any], deadline: float) -> str:
+    """Cancel the jobs that a run's note names, and say so. Raises where that fails."""
+    env = {} if facts["conf"] is None else {"SLURM_CONF": facts["conf"]}
+    _cancel_named(facts["name"], deadline, env)
+    return f"SLURM jobs named {facts['name']} are cancelled"
+
+
+def _cancel_named(name: str, deadline: float, env: Mapping[str, str] | None = None) -> None:
+    """Whatever state they are in; also those whose `sbatch` never answered."""
+    command = ["scancel", "--quiet", f"--name={name}"]
+    _run(command, env=env, timeout_s=max(0.1, deadline - time.monotonic()))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
 
 
 def _logs(plan: Plan) -> Path:
@@ -359,16 +411,16 @@ def _hosts_of_allocation(slurm: Slurm) -> list[str]:
     return hosts[:most]
 
 
-def _run(command: list[str], stdin: str = "") -> str:
+def _run(
+    command: list[str],
+    stdin: str = "",
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = _COMMAND_S,
+    closing: threading.Event | None = None,
+    patience_s: float = 0.0,
+) -> str:
     # A head within a job must not hand that job's own settings on to those that it submits.
-    env = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not k.startswith(("SLURM_", "SBATCH_"))}
-    env.setdefault("PYTHONUNBUFFERED", "1")
-    try:
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=_COMMAND_S, env=env)
-    except OSError as error:
-        raise StartError(f"{command[0]} cannot be run: {error}") from None
-    except subprocess.TimeoutExpired:
-        raise StartError(f"{command[0]} did not answer within {_COMMAND_S:g} s") from None
-    if done.returncode != 0:
-        raise StartError(f"{command[0]} says: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
+    own = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not k.startswith(("SLURM_", "SBATCH_"))}
+    own.setdefault("PYTHONUNBUFFERED", "1")
+    return ask(command, stdin, env={**own, **(env or {})}, timeout_s=timeout_s, closing=closing, patience_s=patience_s)

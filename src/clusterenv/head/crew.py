@@ -65,6 +65,8 @@ from clusterenv.spec import Blueprint
 __all__ = ["RemoteCrew", "inputs_of", "tell_of"]
 
 _TAKE_S = 0.25
+_SCHEDULER_S = 3.0
+"""What a scheduler gets on top of `close`'s timeout: 8 s of the 10 that a user waits at most."""
 _OVERHEAD = 64 << 20
 """Bytes that an answer may have beside its rows: infos, recorded frames."""
 
@@ -456,8 +458,9 @@ class RemoteCrew:
     def close(self, timeout_s: float) -> None:
         if os.getpid() != self._owner:
             return  # a fork of the head: the nodes are the parent's
+        deadline = time.monotonic() + timeout_s + _SCHEDULER_S
         self._buffers = self._arena = None
         self._blocks = []
         self._head.close()
         if self._stop is not None:
-            self._stop()
+            self._stop(deadline)

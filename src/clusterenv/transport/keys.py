@@ -5,17 +5,37 @@ A file that another user could have read or made is refused: what it starts woul
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
 import os
 import stat
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import zmq
 
 from clusterenv.errors import KeyFileError
 
-__all__ = ["Joining", "KeyPair", "make_keys", "private_folder", "read_joining", "write_joining"]
+__all__ = [
+    "Joining",
+    "KeyPair",
+    "await_joining",
+    "close_joining",
+    "make_keys",
+    "private_folder",
+    "read_joining",
+    "read_joining_from",
+    "write_joining",
+]
+
+_LARGEST = 1 << 16
+"""Bytes that a key file may have."""
+
+_CLOSED = b"closed\n"
 
 
 class KeyPair(NamedTuple):
@@ -39,12 +59,22 @@ def make_keys() -> KeyPair:
     return KeyPair(public.decode(), secret.decode())
 
 
-def private_folder(path: Path) -> Path:
-    """A folder that only this user can look into."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+def private_folder(path: Path, any_owner: bool = False) -> Path:
+    """Make a new folder that only this user can look into.
+
+    `any_owner`: also where the file system shows another owner for it. It is ours all the same, as it was not there
+    before; but those that the file system takes for that owner can look into it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700)
     info = path.lstat()
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-        raise KeyFileError(f"{path}: keys go into a folder of your own with mode 0700; this one is not")
+    if info.st_mode & 0o077 or (info.st_uid != os.getuid() and not any_owner):
+        path.rmdir()
+        what = f"has mode {stat.S_IMODE(info.st_mode):04o}" if info.st_mode & 0o077 else _owner(info.st_uid)
+        raise KeyFileError(
+            f"keys go into a folder of your own with mode 0700, but a new one below {path.parent} {what}. Choose "
+            "another `folder`; where a file system maps owners, `owner_squashed=True` accepts that (docs/security.md)"
+        )
     return path
 
 
@@ -54,21 +84,79 @@ def write_joining(path: Path, joining: Joining) -> None:
         file.write(msgspec.json.encode(joining))
 
 
-def read_joining(path: Path, is_mounted: bool = False) -> Joining:
-    """`is_mounted`: a Secret that the platform has put there, as a file of its own, with rights of its own."""
+def close_joining(path: Path) -> None:
+    """Overwrite a key file: its run is over. A node that still comes ends at once, rather than wait for a file."""
+    with contextlib.suppress(OSError):
+        path.write_bytes(_CLOSED)
+
+
+def read_joining(path: Path, is_mounted: bool = False, sha256: str | None = None) -> Joining:
+    """Read a key file, and refuse one that another user could have read or made.
+
+    `is_mounted`: a Secret that the platform has put there, as a file of its own, with rights of its own. `sha256`: of
+    the content that the head wrote; with it, the owner that the file system shows does not matter.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if is_mounted else os.O_NOFOLLOW))
     except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            raise _NotThereYet(f"key file {path} cannot be read: {error.strerror}") from None
         what = "is a symbolic link" if path.is_symlink() else f"cannot be read: {error.strerror}"
         raise KeyFileError(f"key file {path} {what}") from None
     with os.fdopen(fd, "rb") as file:
         info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode) or (info.st_uid != os.getuid() and not is_mounted):
-            raise KeyFileError(f"key file {path} is not a file of yours")
+        if not stat.S_ISREG(info.st_mode):
+            raise KeyFileError(f"key file {path} is not a regular file")
+        if info.st_uid != os.getuid() and not is_mounted and sha256 is None:
+            raise KeyFileError(
+                f"key file {path} is not a file of yours: it {_owner(info.st_uid)}. If the file system maps owners "
+                "(NFS with root_squash), start the run with `owner_squashed=True` (docs/security.md)"
+            )
         if info.st_mode & 0o077 and not is_mounted:
             raise KeyFileError(f"key file {path} can be read by others: chmod 600 it (and think of the run as known)")
-        data = file.read(1 << 16)
+        data = file.read(_LARGEST)
+    if data == _CLOSED:
+        raise KeyFileError(f"key file {path} is of a run that was closed")
+    if not data:
+        raise _NotThereYet(f"key file {path} is empty")
+    if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+        raise KeyFileError(f"key file {path} is not the one that the head wrote: its SHA-256 is not {sha256}")
+    return _decode(data, f"key file {path}")
+
+
+def read_joining_from(stream: BinaryIO) -> Joining:
+    """Read what a key file holds from a pipe, as whoever starts an agent writes it there: no file is left."""
+    return _decode(stream.read(_LARGEST), "the key on the standard input")
+
+
+def await_joining(
+    path: Path, timeout_s: float, say: Callable[[str], None], is_mounted: bool = False, sha256: str | None = None
+) -> Joining:
+    """`read_joining`, but wait for a file that is not there yet: network file systems show new files late."""
+    deadline, pause_s = time.monotonic() + timeout_s, 0.05
+    while True:
+        try:
+            return read_joining(path, is_mounted, sha256)
+        except _NotThereYet as error:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise KeyFileError(f"{error} (waited {timeout_s:g} s for it)") from None
+            if pause_s == 0.05:
+                say(f"{error}; waiting up to {timeout_s:g} s for it")
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, 2.0)
+
+
+class _NotThereYet(KeyFileError):
+    """A file that may still appear."""
+
+
+def _decode(data: bytes, what: str) -> Joining:
     try:
         return msgspec.json.decode(data, type=Joining)
     except msgspec.DecodeError as error:
-        raise KeyFileError(f"key file {path} is damaged: {error}") from None
+        raise KeyFileError(f"{what} is damaged: {error}") from None
+
+
+def _owner(uid: int) -> str:
+    return f"belongs to user {uid}, and you are user {os.getuid()}"

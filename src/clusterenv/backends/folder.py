@@ -1,0 +1,74 @@
+"""`RunFolder`: the folder of one run, with its key files and its note; private, and removed at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from clusterenv.backends.note import Note
+from clusterenv.errors import ClusterEnvError, StartError
+from clusterenv.transport.keys import Joining, KeyPair, close_joining, private_folder, write_joining
+
+__all__ = ["RunFolder"]
+
+
+class RunFolder:
+    """
+    Args:
+        place: where to make the folder; None: the temporary directory.
+        lease_s: how long nodes go on without the head; written into the note.
+        any_owner: the file system may show another owner than this user for it.
+    """
+
+    def __init__(self, place: str | os.PathLike[str] | None, lease_s: float, any_owner: bool) -> None:
+        self.run = secrets.token_hex(4)
+        # A folder of the run's own, also below one that the user names: it is removed at the end.
+        self.path = Path(place or tempfile.gettempdir()).expanduser() / f"clusterenv-{self.run}"
+        with self.writing():
+            private_folder(self.path, any_owner)
+        try:
+            with self.writing():
+                self.note = Note(self.path, self.run, lease_s)
+        except BaseException:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+        self.files: tuple[Path, ...] = ()
+        """The key file of each node."""
+        self.digests: tuple[str, ...] = ()
+        """SHA-256 of each key file."""
+
+    def write_keys(self, address: str, head_key: str, pairs: list[KeyPair]) -> None:
+        with self.writing():
+            for node, pair in enumerate(pairs):
+                path = self.path / f"node-{node}.key"
+                write_joining(path, Joining(self.run, node, address, head_key, pair.public, pair.secret))
+                self.files += (path,)
+                self.digests += (hashlib.sha256(path.read_bytes()).hexdigest(),)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Within it, a disk that is full or cannot be written to ends in a `StartError` that says so."""
+        try:
+            yield
+        except ClusterEnvError:
+            raise
+        except OSError as error:
+            raise StartError(
+                f"the files of a run cannot be written to {self.path}: {error}. Make room there, or choose another "
+                "place (`folder=...` of the backend; the default of most is the temporary directory, TMPDIR)"
+            ) from error
+
+    def end(self, left: str) -> None:
+        """Remove it; but where something else of the run is left, only the secrets: `clusterenv gc` needs the note."""
+        self.note.end(left)
+        if left:
+            for path in self.files:
+                close_joining(path)
+        else:
+            shutil.rmtree(self.path, ignore_errors=True)

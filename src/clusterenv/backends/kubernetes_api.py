@@ -1,0 +1,203 @@
+"""The Kubernetes API as far as it is used here, and what deletes a run: at its end, or for `clusterenv gc`.
+
+The official client is imported when the first `Api` is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from clusterenv.errors import StartError
+
+__all__ = ["LEASE", "RUN", "SEEN", "Api", "collect", "delete_abandoned", "delete_run", "labels", "now", "selector"]
+
+RUN = "clusterenv/run"
+SEEN = "clusterenv/seen"
+"""Annotation of the run object: when the head was last alive."""
+
+LEASE = "clusterenv/lease-s"
+_SLACK_S = 180.0
+"""On top of the lease: for beats that came late, and for clocks."""
+
+_INSIDE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_GRACE_S = 5
+_GONE_S = 5.0
+"""How long deleted pods may take to be gone, before they are removed by force."""
+
+
+class Api:
+    """One cluster as one user sees it. Credentials are read anew where they are not accepted any more."""
+
+    def __init__(self, kubeconfig: str | None = None, context: str | None = None) -> None:
+        self._kubeconfig, self._context = kubeconfig or os.environ.get("KUBECONFIG"), context
+        self._core: Any = None
+        self.namespace = "default"
+        """Of the kubeconfig's context, or of the pod that this process is in."""
+        self.server = ""
+        """The address of the API server; "" within a pod, where it is another one than outside."""
+        self._connect()
+
+    def _connect(self) -> None:
+        try:
+            from kubernetes import client, config
+        except ImportError:
+            raise StartError('Kubernetes(...) needs its client: pip install "clusterenv[kubernetes]"') from None
+        settings = client.Configuration()
+        try:
+            if self._kubeconfig is None and _INSIDE.exists():
+                config.load_incluster_config(client_configuration=settings)
+                self.namespace = _INSIDE.read_text().strip()
+            else:
+                file, context = self._kubeconfig, self._context
+                config.load_kube_config(file, context, client_configuration=settings, persist_config=False)
+                contexts, active = config.list_kube_config_contexts(file)
+                chosen = next((item for item in contexts if item["name"] == context), active)
+                self._context, self.namespace = chosen["name"], chosen["context"].get("namespace", "default")
+                self.server = settings.host
+        except (config.ConfigException, OSError, TypeError) as error:
+            raise StartError(f"Kubernetes: there is no usable kubeconfig: {error}") from None
+        settings.retries = 1  # a connection that was idle may have ended
+        self.close()
+        self._core = client.CoreV1Api(client.ApiClient(settings))
+
+    @property
+    def note(self) -> dict[str, Any]:
+        """How `collect` finds the same cluster."""
+        return {"kubeconfig": self._kubeconfig, "context": self._context, "server": self.server}
+
+    def ask(self, what: str, *args: Any, none_if: int = 0, timeout_s: float = 10.0, **options: Any) -> Any:
+        """Call this method of the client; returns None where the HTTP status is `none_if`. Errors are `StartError`s."""
+        for attempt in range(2):
+            try:
+                return getattr(self._core, what)(*args, _request_timeout=timeout_s, **options)
+            except Exception as error:  # the client raises its own, and urllib3's
+                status = getattr(error, "status", None)
+                if status is not None and status == none_if:
+                    return None
+                if status != 401 or attempt:
+                    raise _told(error) from None
+            with contextlib.suppress(StartError):
+                self._connect()  # a token that has expired may have been renewed
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        if self._core is not None:
+            self._core.api_client.close()
+
+
+def labels(run: str) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "clusterenv", RUN: run}
+
+
+def selector(run: str) -> str:
+    return f"{RUN}={run}"
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def delete_run(api: Api, namespace: str, run: str, deadline: float) -> None:
+    """Delete the run object and its pods, and wait until these are gone. Raises where that fails.
+
+    Its Secrets go with the run object, which owns them: Kubernetes itself deletes them, so that the head needs no right
+    to. `deadline` is of the monotonic clock.
+    """
+
+    def ask(what: str, *args: Any, **options: Any) -> Any:
+        # Half of what is left, as the client tries a second time.
+        return api.ask(what, *args, timeout_s=max(0.5, (deadline - time.monotonic()) / 2), **options)
+
+    pods = {"label_selector": selector(run)}
+    # Pods that do not run yet, or no more, are gone at once: the API server sees to that.
+    ask("delete_collection_namespaced_pod", namespace, grace_period_seconds=_GRACE_S, **pods)
+    ask("delete_namespaced_config_map", f"clusterenv-{run}", namespace, none_if=404)
+    patience = min(deadline - 1.0, time.monotonic() + _GONE_S)
+    while ask("list_namespaced_pod", namespace, **pods).items:
+        if time.monotonic() > patience:  # a kubelet is slow to report: their processes have had their time
+            ask("delete_collection_namespaced_pod", namespace, grace_period_seconds=0, **pods)
+            return
+        time.sleep(0.3)
+
+
+def collect(facts: Mapping[str, Any], deadline: float) -> str:
+    """Delete the run that a note names, and say so. Raises where that fails."""
+    api = Api(facts["kubeconfig"], facts["context"])
+    try:
+        if facts["server"] not in ("", api.server):
+            raise StartError(
+                f"the run is on {facts['server']}, but the kubeconfig names {api.server or 'no server'} now"
+            )
+        delete_run(api, facts["namespace"], facts["run"], deadline)
+    finally:
+        api.close()
+    return f"run clusterenv-{facts['run']} in namespace {facts['namespace']} is deleted"
+
+
+def delete_abandoned(
+    namespace: str | None,
+    context: str | None,
+    dry_run: bool,
+    say: Callable[[str], None],
+    run: str | None,
+    deadline: float,
+) -> tuple[int, int]:
+    """Delete the runs in a namespace whose head was not seen for long; returns how many there were, and failures.
+
+    `run`: only this one, whatever its head does.
+    """
+    api, count, failures = Api(None, context), 0, 0
+    namespace = namespace or api.namespace
+    try:
+        found = api.ask("list_namespaced_config_map", namespace, label_selector=selector(run) if run else RUN)
+        for item in found.items:
+            number = item.metadata.labels[RUN]
+            where = f"run clusterenv-{number} in namespace {namespace}"
+            pods = api.ask("list_namespaced_pod", namespace, label_selector=selector(number)).items
+            running = sum(pod.status.phase == "Running" for pod in pods)
+            is_over, text = _life(item.metadata.annotations or {}, running)
+            if not is_over and run is None:
+                say(f"{where}: kept, {text}; if you know that it is gone: clusterenv gc --kubernetes --run {number}")
+                continue
+            count += 1
+            say(f"{where}: {'would be deleted' if dry_run else 'deleting'}, {text}")
+            if not dry_run:
+                try:
+                    delete_run(api, namespace, number, deadline)
+                except StartError as error:
+                    failures += 1
+                    say(f"{where}: could not be deleted: {error}")
+    finally:
+        api.close()
+    return count, failures
+
+
+def _life(annotations: Mapping[str, str], running: int) -> tuple[bool, str]:
+    """Whether a run's head is gone, as far as its object and its running pods tell."""
+    if running:
+        return False, f"{running} of its pods are running, which they do not for long without their head"
+    try:
+        seen = datetime.datetime.fromisoformat(annotations[SEEN])
+        age_s = time.time() - seen.timestamp()
+        is_over = age_s > float(annotations[LEASE]) + _SLACK_S
+    except (KeyError, ValueError):
+        return False, "nothing says when its head was last seen"
+    return is_over, f"its head {'has ended' if is_over else 'may be running'} (last seen {age_s:.0f} s ago)"
+
+
+def _told(error: Exception) -> StartError:
+    """What the API server said, in one line."""
+    status, body = getattr(error, "status", None), getattr(error, "body", None)
+    with contextlib.suppress(TypeError, ValueError, KeyError):
+        text = f"Kubernetes says: {json.loads(body)['message']}"  # type: ignore[arg-type]
+        if status == 401:
+            text += " (401: the credentials have expired or were revoked; renew them in the kubeconfig)"
+        return StartError(text)
+    return StartError(f"Kubernetes cannot be reached: {str(getattr(error, 'reason', None) or error)[:300]}")
