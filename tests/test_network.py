@@ -376,7 +376,6 @@ def test_a_scheduler_that_does_not_answer(keeper, scheduler, caplog):
     assert scheduler.log == ["stop"]
 
 
-@pytest.mark.slow
 def test_a_large_pull_over_a_slow_link_delays_nobody_else(net):
     """100 MB at 8 MB/s to one node, while the other steps."""
     with ce.ClusterEnv(ID, 4, backend=Namespaces(net, heartbeat=FAST), recovery=RECOVERY) as envs:
