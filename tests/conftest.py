@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -44,13 +45,32 @@ def _state() -> tuple[set[int], set[int | None], dict[str, str], set[str]]:
     return children, threads, _descriptors(), set(os.listdir("/dev/shm"))
 
 
+def _not_of_others(names: set[str]) -> set[str]:
+    """Without the shared memory that processes of another test session, or of another user, have mapped."""
+    if not names:
+        return names
+    family = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) not in family:
+            with contextlib.suppress(OSError):
+                mapped = (entry / "maps").read_text()
+                names = {name for name in names if f"/dev/shm/{name}" not in mapped}
+    return {name for name in names if _is_own_file(Path("/dev/shm") / name)}
+
+
+def _is_own_file(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.stat().st_uid == os.getuid()
+    return False
+
+
 def _leaks(
     before: tuple[set[int], set[int | None], dict[str, str], set[str]],
 ) -> list[str]:
     children, threads, descriptors, shm = _state()
     leaks = [f"process {pid}" for pid in children - before[0]]
     leaks += [f"thread {ident}" for ident in threads - before[1]]
-    leaks += [f"shared memory {name}" for name in shm - before[3]]
+    leaks += [f"shared memory {name}" for name in _not_of_others(shm - before[3])]
     watched = ("socket:", "pipe:", "/memfd:", "anon_inode:")
     leaks += [
         f"descriptor {fd} -> {target}"

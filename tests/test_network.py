@@ -299,7 +299,6 @@ def test_a_replacement_that_dies_before_it_comes_is_asked_for_again(net):
         assert failures == [0] and "node_asked_again" in kinds(envs)
 
 
-@pytest.mark.slow
 def test_a_large_pull_over_a_slow_link_delays_nobody_else(net):
     """100 MB at 8 MB/s to one node, while the other steps."""
     with ce.ClusterEnv(ID, 4, backend=Namespaces(net, heartbeat=FAST), recovery=RECOVERY) as envs:
