@@ -15,8 +15,10 @@ import sys
 import tempfile
 import textwrap
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -28,12 +30,19 @@ import real
 from clusterenv import sources, versions
 from clusterenv.backends.network import Plan
 from clusterenv.code import missing_package
+from clusterenv.head.crew import RemoteCrew
+from clusterenv.node import Agent
+from clusterenv.protocol.messages import Code, Failed, Host, Lacks
+from clusterenv.spec import Blueprint
+from clusterenv.transport.keys import Joining
 from clusters import pods
 from stepping import joined, step_until
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 
 GRID = """
+import os
+
 import gymnasium as gym
 import numpy as np
 
@@ -48,7 +57,7 @@ class Grid(gym.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        return self.observation_space.low, {"module": __name__}
+        return self.observation_space.low, {"module": __name__, "has_file": os.path.exists(__file__)}
 
     def step(self, action):
         return self.observation_space.high, self.bonus, False, False, {}
@@ -107,7 +116,8 @@ FORMS = {
 BACKEND = @BACKEND@
 
 with ce.ClusterEnv(list(FORMS.values()), backend=BACKEND) as envs:
-    modules = envs.reset(seed=1)[1]["module"]
+    infos = envs.reset(seed=1)[1]
+    modules, has_file = infos["module"], infos["has_file"][infos["_has_file"]]
     rewards = envs.step(np.zeros(len(FORMS), dtype=np.int64))[1]
     import brains  # only now, and only the policy needs it
 
@@ -116,6 +126,7 @@ with ce.ClusterEnv(list(FORMS.values()), backend=BACKEND) as envs:
 for form, module, reward in zip(FORMS, modules, rewards):
     print(f"{form}: {module} {reward}")
 print("collected", batch.rewards.shape)
+print("workers see the files:", has_file.any())
 
 with ce.make_vec("my_envs:Grid-v0", num_envs=2, backend=BACKEND) as envs:
     print("by id:", *envs.reset(seed=1)[1]["module"])
@@ -132,6 +143,7 @@ beside the script: beside 1.0
 imported by the thunk: lazy_envs 1.0
 in the script: __main__ 1.0
 collected (2, 9)
+workers see the files: True
 by id: my_envs.grid my_envs.grid
 """
 
@@ -204,7 +216,7 @@ def run(python: Path | str, script: Path, cwd: Path, *on_path: Path) -> list[str
     ],
 )
 def test_code_is_found_wherever_it_lives(kind, interpreter, tmp_path):
-    """The pods see neither the project nor what it imports from PYTHONPATH or the editable install."""
+    """The pods see none of the user's files."""
     python, _ = interpreter
     if kind == "local":
         backend = "ce.Local(workers=3)"
@@ -233,7 +245,8 @@ def test_code_is_found_wherever_it_lives(kind, interpreter, tmp_path):
         )
         write(folder / "libs", {"on_path/__init__.py": "", "on_path/grids.py": GRID})
         output = run(python, folder / "project" / "train.py", tmp_path, folder / "libs")
-    assert output == EXPECTED.strip().splitlines()
+    expected = EXPECTED.replace("files: True", "files: False") if kind == "kubernetes" else EXPECTED
+    assert output == expected.strip().splitlines()
 
 
 # -- Gymnasium's registry -----------------------------------------------------------------------------------------
@@ -349,7 +362,7 @@ def test_packages_below_the_folder_of_the_start(package, tmp_path):
         write(libs, {"vendored/__init__.py": "import sys, threading\nfrom .grid import make\nLOCK = threading.Lock()"})
         write(libs, {"vendored/grid.py": GRID.replace("return Grid()", "with vendored.LOCK: return Grid()")})
         (libs / "vendored" / "grid.py").write_text("import vendored\n" + (libs / "vendored" / "grid.py").read_text())
-        write(libs, {"vendored-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: vendored\nVersion: 1.0\n"})
+        write(libs, {"vendored-1.0.dist-info/RECORD": "vendored/__init__.py,,\nvendored/grid.py,,\n"})
         thunk = "vendored.make"
     script = f"""
         import clusterenv as ce
@@ -371,7 +384,10 @@ OWN = {
     "dynamic.py": "VALUE = 7\n",
     "unrelated.py": "raise ImportError\n",
     "data/values.csv": "1,2",
-    "fast/__init__.py": "",
+    "fast/__init__.py": "from fast_helpers import make\n",
+    "fast_helpers.py": GRID,
+    "pipped/__init__.py": "",
+    "piped_in-2.0.dist-info/RECORD": "pipped/__init__.py,,\npiped_in-2.0.dist-info/RECORD,,\n",
     "fast/core.cpython-311-x86_64-linux-gnu.so": "",
 }
 
@@ -379,12 +395,12 @@ OWN = {
 def test_packages_travel_whole_and_only_where_they_are_missing(tmp_path, monkeypatch):
     write(tmp_path / "here", OWN)
     monkeypatch.syspath_prepend(tmp_path / "here")
-    words = ["shipped.deep.inner", "alone:late", "data", "json", "numpy", "pytest", "fast", "step"]
+    words = ["shipped.deep.inner", "alone:late", "data", "json", "numpy", "pytest", "fast", "pipped", "step"]
     found = sources.collect(words)
     names = {package.wanted.name for package in found}
-    assert names == {"shipped", "alone", "dynamic", "fast"}
+    assert names == {"shipped", "alone", "dynamic", "fast", "fast_helpers"}
     assert [package.wanted.name for package in found if package.unsendable] == ["fast"]
-    assert {p.wanted.name for p in sources.collect(words, known=("shipped", "alone"))} == {"fast"}
+    assert {p.wanted.name for p in sources.collect(words, known=("shipped", "alone"))} == {"fast", "fast_helpers"}
     wanted = [package.wanted for package in found]
     assert sources.compare(wanted) == ({}, ()), "this process can import them"
     archive = tmp_path / "archive"
@@ -412,7 +428,7 @@ def test_packages_travel_whole_and_only_where_they_are_missing(tmp_path, monkeyp
     here = str(tmp_path / "here")
     attribute = "module 'shipped' has no attribute 'missing'"
     done = [f"7 1.0 {here}/alone.py", attribute]
-    every = ["alone", "dynamic", "fast", "shipped"]
+    every = ["alone", "dynamic", "fast", "fast_helpers", "shipped"]
     # In the same folder, where Python does not look by itself
     assert run(sys.executable, tmp_path / "check.py", tmp_path) == [f"{every} []", *done, "found fast"]
     # Changed since: the node's files are not those of the head
@@ -436,7 +452,7 @@ def test_a_folder_with_too_much_in_it_is_not_searched(tmp_path, monkeypatch):
 
 
 @pytest.mark.network
-def test_a_node_that_has_none_of_the_files(tmp_path, monkeypatch):
+def test_a_node_that_has_none_of_the_files(tmp_path, monkeypatch, caplog):
     """And the one that replaces it. Its machine is a mount namespace in which the project's folder is empty."""
     write(tmp_path, OWN)
     monkeypatch.syspath_prepend(tmp_path)
@@ -477,6 +493,40 @@ def test_a_node_that_has_none_of_the_files(tmp_path, monkeypatch):
 
     with pytest.raises(ce.EnvError, match=r"'fast' is missing on .* was not sent because it has compiled modules"):
         ce.ClusterEnv([compiled] * 2, backend=backend)
+    assert "node 0 cannot import 'fast' as it is in" in caplog.text
+
+
+def test_a_node_that_takes_no_code_takes_no_files():
+    """Nor does it look into folders that a head names."""
+    joining = Joining("run", 0, "tcp://127.0.0.1:1", "", "", "")
+    said = []
+    agent = Agent(joining, allow_pickle=False)
+    agent._say = lambda message, payload=(): said.append(message)
+    host = Host(3, ((0, (0,)),), 1, None, None, True, 1, (), "refuse", True, (sources.Wanted("alone", "", "/tmp"),))
+    agent._host(host, b"{}")
+    os.close(agent._wake_read)
+    os.close(agent._wake_write)
+    assert said == [Failed(3, "this node takes no pickled code (--no-pickle)")]
+
+
+@pytest.mark.parametrize("asked", [[("other",)], [("alone",), ("alone",)]], ids=["not offered", "twice"])
+def test_files_are_sent_once_and_only_those_offered(asked, tmp_path, monkeypatch):
+    write(tmp_path, OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    sent = []
+    head = SimpleNamespace(
+        roster=SimpleNamespace(holder=lambda seat: 0),
+        seat_events=deque(),
+        send=lambda seat, message, payload=(): sent.append(message),
+    )
+    blueprint = Blueprint(1, b"", False, None, "", packages=sources.collect(["alone"]))
+    crew = RemoteCrew(head, blueprint, [[0]], [0], None, True)
+    crew.start(0)
+    assert {wanted.name for wanted in sent[0].packages} == {"alone", "dynamic"}
+    with pytest.raises(ce.ProtocolError, match="not offered, or were sent already"):
+        for names in asked:
+            crew._open(0, Lacks(0, names), [])
+    assert [message for message in sent if isinstance(message, Code)] == [Code(0)] * (len(asked) - 1)
 
 
 def test_the_advice_for_a_missing_module_names_it_and_applies(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -65,7 +66,8 @@ class _Carried:
 
 
 def _unpack(wanted: list[sources.Wanted], archives: dict[str, bytes], data: bytes) -> Any:
-    comparison = sources.compare(wanted)
+    # What this process has imported already it goes on with, as ever.
+    comparison = sources.compare([package for package in wanted if package.name not in sys.modules])
     for name in comparison.lacking:
         sources.install({}, archives[name])
     if comparison.folders:

@@ -294,7 +294,7 @@ class Agent:
             seat.fragments(frames[0])
 
     def _host(self, host: Host, payload: bytes) -> None:
-        if not self._allow_pickle and not host.is_named:
+        if not self._allow_pickle and (host.packages or not host.is_named):
             self._say(Failed(host.seat, "this node takes no pickled code (--no-pickle)"))
             return
         self._drop(host.seat, 0.0)

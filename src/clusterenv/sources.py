@@ -1,9 +1,9 @@
 """Python packages of the user's own, on machines that may not have them.
 
-A package is *installed* if it lies in a site-packages folder or beside the metadata that pip leaves; every machine
-imports its own. All others are the user's own: beside the script, on PYTHONPATH, in an editable install. The head lists
-those that pickled code names (`collect`). A node compares the list with what it can import (`compare`), asks for the
-files that it lacks, and its workers import them from memory (`pack`, `install`).
+A package is *installed* if it lies in a site-packages folder, or if pip has noted it in the folder where it lies; every
+machine imports its own. All others are the user's own: beside the script, on PYTHONPATH, in an editable install. The
+head lists those that pickled code names (`collect`). A node compares the list with what it can import (`compare`), asks
+for the files that it lacks, and its workers import them from memory (`pack`, `install`).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def find_own(name: str) -> Package | None:
         return None
     spec = _find_spec(name)
     folder = _folder(spec)
-    if spec is None or folder is None or _is_installed(folder):
+    if spec is None or folder is None or _is_for_packages(folder) or name in _installed_in(folder):
         return None
     try:
         listing = list(_list(name, spec))
@@ -136,12 +136,10 @@ def find_own(name: str) -> Package | None:
         return Package(Wanted(name, "", str(folder)), (), reason)
     wanted = Wanted(name, _fingerprint(listing), str(folder))
     python = [entry for entry in listing if entry.suffix == ".py"]
-    compiled = next((entry for entry in listing if entry.path and entry.suffix != ".py"), None)
-    if not python and compiled is None:
+    compiled = [Path(entry.path).name for entry in listing if entry.path and entry.suffix != ".py"]
+    if not python and not compiled:
         return None
     size = sum(entry.size for entry in python)
-    if compiled is not None:
-        return Package(wanted, (), f"it has compiled modules ({Path(compiled.path).name})")
     if size > _MAX_BYTES:
         return Package(wanted, (), f"its Python files have {size >> 20} MB, more than {_MAX_BYTES >> 20} MB")
     try:
@@ -149,7 +147,7 @@ def find_own(name: str) -> Package | None:
     except OSError as error:
         return Package(wanted, (), f"a file cannot be read ({error})")
     namespaces = tuple(File(e.module, True, "", b"") for e in listing if not e.path)
-    return Package(wanted, files + namespaces, "")
+    return Package(wanted, files + namespaces, f"it has compiled modules ({compiled[0]})" if compiled else "")
 
 
 def is_importable(name: str) -> bool:
@@ -157,8 +155,9 @@ def is_importable(name: str) -> bool:
 
 
 def pack(packages: Iterable[Package]) -> bytes:
-    """Return the files of these packages for `install`."""
-    return zlib.compress(msgspec.msgpack.encode([file for package in packages for file in package.files]), 1)
+    """Return the files of these packages for `install`, of those that can be sent."""
+    files = [file for package in packages if not package.unsendable for file in package.files]
+    return zlib.compress(msgspec.msgpack.encode(files), 1)
 
 
 def top_level(name: str) -> str:
@@ -171,11 +170,8 @@ class _Candidates:
     def __init__(self) -> None:
         self._known = {name for name in sys.modules if "." not in name}
         for entry in map(Path, sys.path):
-            if not _is_installed(entry):
-                try:
-                    self._known.update(name.partition(".")[0] for name in os.listdir(entry))
-                except OSError:
-                    continue
+            if not _is_for_packages(entry):
+                self._known.update(name.partition(".")[0] for name in _names(entry))
         usual = (BuiltinImporter, FrozenImporter, PathFinder)
         self._finders = [finder for finder in sys.meta_path if finder not in usual]  # of editable installs
         self._known -= sys.stdlib_module_names
@@ -304,10 +300,23 @@ def _folder(spec: ModuleSpec | None) -> Path | None:
     return folder if folder is not None and folder.is_dir() else None
 
 
-def _is_installed(folder: Path) -> bool:
-    if {"site-packages", "dist-packages"} & set(folder.absolute().parts) or folder.resolve().is_relative_to(_STDLIB):
-        return True
-    return any(name.endswith(".dist-info") for name in _names(folder))
+def _is_for_packages(folder: Path) -> bool:
+    """Whether everything in this folder is installed."""
+    parts = set(folder.absolute().parts)
+    return bool({"site-packages", "dist-packages"} & parts) or folder.resolve().is_relative_to(_STDLIB)
+
+
+def _installed_in(folder: Path) -> set[str]:
+    """Return what `pip install --target` put into this folder; the user's own files may lie beside it."""
+    found = set()
+    for info in (folder / name for name in _names(folder) if name.endswith(".dist-info")):
+        found.add(info.name.partition("-")[0])
+        try:
+            lines = (info / "RECORD").read_text().splitlines()
+        except (OSError, UnicodeDecodeError):
+            continue
+        found.update(line.partition(",")[0].partition("/")[0].partition(".")[0] for line in lines)
+    return found
 
 
 def _names(folder: Path) -> list[str]:

@@ -343,11 +343,20 @@ class RemoteCrew:
             self._events.append((message.worker, Stack(message.text)))
 
     def _send_code(self, seat: int, names: set[str]) -> None:
-        """Send the files of these packages; those that cannot be sent are told of when the code fails without them."""
+        """Send the files of these packages: once, for packing them takes time."""
         if seat not in self._may_lack or not names <= self._packages.keys():
-            raise ProtocolError("it asks for packages that it was not told of")
+            raise ProtocolError("a request for packages that were not offered, or were sent already")
         self._may_lack.discard(seat)
-        self._head.send(seat, Code(seat), [pack(self._packages[name] for name in sorted(names))])
+        packages = [self._packages[name] for name in sorted(names)]
+        for package in packages:
+            if package.unsendable:
+                emit(
+                    logging.WARNING,
+                    f"node {self._head.roster.holder(seat)} cannot import {package.wanted.name!r} as it is in "
+                    f"{package.wanted.folder}, and it cannot be sent because {package.unsendable}: the node uses what "
+                    "it has under that name, if anything",
+                )
+        self._head.send(seat, Code(seat), [pack(packages)])
 
     def _rung(self, seat: int, rung: Rung, frames: list[Any]) -> None:
         if self._rung_at.pop(seat, -1) != rung.request:
