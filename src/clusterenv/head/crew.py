@@ -6,6 +6,7 @@ know of it, every answer brings back what the worker wrote. Weights are pulled b
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import time
@@ -17,7 +18,7 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.code import missing_package
 from clusterenv.errors import PolicyError, ProtocolError, SpecError, StartError, UsageError
-from clusterenv.events import emit_output
+from clusterenv.events import emit, emit_output
 from clusterenv.head.checks import check_fragment, check_missing
 from clusterenv.head.head import Head
 from clusterenv.head.offers import Weights
