@@ -59,11 +59,11 @@ def close_while(hanging: Callable[[], contextlib.AbstractContextManager[Any]], b
 
 @contextlib.contextmanager
 def stopped(*pids: int) -> Iterator[None]:
-    """These processes do nothing within the block."""
+    """These processes do nothing within the block. The last one is the first to go on."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        for pid in pids:
+        for pid in reversed(pids):
             os.kill(pid, signal.SIGCONT)

@@ -296,10 +296,10 @@ class KubeCluster:
         own = ["--kubeconfig", self.kubeconfig, "--cache-dir", self.folder / "kubectl"]
         return _call([self._binaries / "kubectl", *own, *args], input=input, timeout=timeout)
 
-    def pid(self, name: str) -> int:
-        """Of a daemon, as this process sees it."""
-        entered = self._daemons[name].pid  # by nsenter, which has one child
-        return int(Path(f"/proc/{entered}/task/{entered}/children").read_text())
+    def daemon_pids(self, name: str) -> tuple[int, int]:
+        """As this process sees them: nsenter, which stops itself where its child is stopped, and that child."""
+        outer = self._daemons[name].pid
+        return outer, int(Path(f"/proc/{outer}/task/{outer}/children").read_text())
 
     def user(self, name: str) -> Path:
         """The kubeconfig of a user without any rights; the names were given at the start."""
