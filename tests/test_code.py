@@ -394,6 +394,7 @@ OWN = {
 
 def test_packages_travel_whole_and_only_where_they_are_missing(tmp_path, monkeypatch):
     write(tmp_path / "here", OWN)
+    (tmp_path / "here" / "shipped" / "old.py").write_bytes(b"# coding: latin-1\nimport fran\xe7ais, (\n")
     monkeypatch.syspath_prepend(tmp_path / "here")
     words = ["shipped.deep.inner", "alone:late", "data", "json", "numpy", "pytest", "fast", "pipped", "step"]
     found = sources.collect(words)
