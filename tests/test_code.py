@@ -182,7 +182,7 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path
     python = venv / "bin" / "python"
     found = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True)
     site = Path(found.strip())
-    own = [path for path in sys.path if path.endswith("/site-packages") or path == str(SRC)]
+    own = [path for path in sys.path if path.endswith("/site-packages") or Path(path).resolve() == SRC]
     (site / "base.pth").write_text("\n".join(own))
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--no-build-isolation", "--no-deps", "--no-index", "-e", str(project)], check=True)
