@@ -182,7 +182,7 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path
     python = venv / "bin" / "python"
     found = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True)
     site = Path(found.strip())
-    own = [path for path in sys.path if path.endswith("/site-packages") or path == str(SRC)]
+    own = [path for path in sys.path if path.endswith("/site-packages") or Path(path).resolve() == SRC]
     (site / "base.pth").write_text("\n".join(own))
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--no-build-isolation", "--no-deps", "--no-index", "-e", str(project)], check=True)
@@ -394,6 +394,7 @@ OWN = {
 
 def test_packages_travel_whole_and_only_where_they_are_missing(tmp_path, monkeypatch):
     write(tmp_path / "here", OWN)
+    (tmp_path / "here" / "shipped" / "old.py").write_bytes(b"# coding: latin-1\nimport fran\xe7ais, (\n")
     monkeypatch.syspath_prepend(tmp_path / "here")
     words = ["shipped.deep.inner", "alone:late", "data", "json", "numpy", "pytest", "fast", "pipped", "step"]
     found = sources.collect(words)

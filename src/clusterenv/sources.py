@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.abc
 import importlib.util
+import itertools
 import os
 import re
 import sys
@@ -42,7 +43,7 @@ _EVERYWHERE = frozenset(
 )
 """Never sent: what a node has imported before it takes any code, and the script, which is pickled by value."""
 
-_MAX_ENTRIES = 5_000
+_MAX_ENTRIES = 20_000
 """Directory entries of one package that are looked at."""
 
 _MAX_BYTES = 16 << 20
@@ -190,9 +191,10 @@ def _asked(finder: Any, name: str) -> bool:
 def _imports(source: bytes) -> Iterator[str]:
     for from_, names, dynamic, entry in _IMPORTS.findall(source):
         if names:
-            yield from (top_level(name.split()[0].decode()) for name in names.split(b",") if name.strip(b" \t\r()"))
+            for name in names.split(b","):
+                yield from (top_level(word.decode(errors="replace")) for word in name.split()[:1])
         else:
-            yield (from_ or dynamic or entry).decode()
+            yield (from_ or dynamic or entry).decode(errors="replace")
 
 
 # -- on a node ----------------------------------------------------------------------------------------------------
@@ -339,7 +341,9 @@ def _list(name: str, spec: ModuleSpec) -> Iterator[_Entry]:
     while folders:
         package, folder = folders.pop()
         try:
-            status, entries = Path(folder).stat(), sorted(os.scandir(folder), key=lambda entry: entry.name)
+            status = Path(folder).stat()
+            with os.scandir(folder) as found:
+                entries = sorted(itertools.islice(found, _MAX_ENTRIES + 1), key=lambda entry: entry.name)
         except OSError:
             continue
         if (status.st_dev, status.st_ino) in seen:  # links may form a ring
