@@ -31,7 +31,7 @@ test-long: $(VENV)/.ready
 test-examples: $(VENV)/.ready
 	$(BIN)/pytest -m examples
 
-# Needs root: the machines of its clusters are network namespaces.
+# Needs root: the machines of its clusters are network namespaces, and it makes a control group.
 test-network: $(VENV)/.ready
 	command -v ip bridge tc ss > /dev/null || apt-get install --yes --quiet iproute2
 	$(BIN)/pytest -m network

@@ -129,7 +129,7 @@ def test_equals_sync_vector_env_with_workers(**run):
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 @given(**ANY_RUN, workers=st.integers(1, 3))
-@settings(max_examples=250)
+@settings(max_examples=150)
 def test_equals_sync_vector_env_with_workers_in_many_draws(**run):
     equals_sync_vector_env(**run)
 

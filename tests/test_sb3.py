@@ -215,6 +215,7 @@ def test_make_sb3_records_episodes_once() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)
 def test_ppo_learns_cartpole() -> None:
     envs = make_sb3("CartPole-v1", num_envs=8, backend=clusterenv.Local(workers=2))
     model = sb3.PPO(
