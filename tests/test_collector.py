@@ -248,7 +248,7 @@ def test_prefetch_acts_with_the_version_at_hand():
             collector.rollout(4)
         with pytest.raises(ce.UsageError, match="another collector's fragment"):
             envs.collector(ce.RandomPolicy()).rollout(8)
-        with pytest.raises(ce.UsageError, match="prefetched fragment"):
+        with pytest.raises(ce.UsageError, match="step\\(\\) while a fragment of 8 steps is under way"):
             envs.step(np.zeros(4, dtype=np.int64))
         envs.reset(seed=1)
         assert collector.rollout(4).episode_starts[0].all()

@@ -62,7 +62,7 @@ def test_after_load_state_dict_a_call_asks_for_the_reset():
         envs.set_attr("level", [3, 4])
         state = envs.state_dict()
         envs.load_state_dict(state)
-        with pytest.raises(ce.UsageError, match=r"call\('level'\) after load_state_dict\(\).*call reset\(\) first"):
+        with pytest.raises(ce.UsageError, match=r"get_attr\('level'\) after load_state_dict\(\).*call reset\(\) first"):
             envs.get_attr("level")
         envs.reset(seed=1)
         assert envs.get_attr("level") == (3, 4) and not envs.stats()["events"].get("env_error")

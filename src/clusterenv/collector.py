@@ -58,7 +58,7 @@ class Home(Protocol):
 
     @property
     def pool(self) -> Pool: ...
-    def ready_to_collect(self, collector: Collector) -> None: ...
+    def ready_to_collect(self, collector: Collector, call: str) -> None: ...
 
 
 class Collector:
@@ -127,7 +127,7 @@ class Collector:
         expect("rollout", "num_steps", num_steps, int, least=1)
         expect("rollout", "timeout_s", timeout_s, float | None, least=0)
         expect("rollout", "copy", copy, bool)
-        self._envs.ready_to_collect(self)
+        self._envs.ready_to_collect(self, "rollout")
         begin = time.perf_counter()
         desk = self._pool.desk
         if desk.is_under_way and self._envs.attached is not self:
@@ -182,10 +182,8 @@ class Collector:
     def _stream(
         self, num_steps: int, min_envs: int, max_staleness: int | None, queue: int, timeout_s: float | None
     ) -> Generator[Rollout, None, None]:
-        self._envs.ready_to_collect(self)
+        self._envs.ready_to_collect(self, "stream")
         desk = self._pool.desk
-        if desk.is_under_way:
-            raise UsageError("stream() while a prefetched fragment is under way: take it with rollout() first")
         if self._exchange.publisher.version < 0:
             self.publish()
         self._set_up_samples(num_steps)
@@ -244,6 +242,10 @@ class Collector:
         event = Event("dropped", reason, tuple(self._pool.slots_of[item.worker]), item.worker)
         self._pool.events.add(event, level=logging.DEBUG)
         return True
+
+    def count_dropped(self, fragments: int) -> None:
+        """These were given up before anybody took them."""
+        self._tally.counts["dropped_fragments"] += fragments
 
     def hand_over(self) -> dict[str, Any]:
         """The agent as it is now is what the workers have; returns its knobs."""
@@ -398,7 +400,7 @@ class Collector:
         expect("evaluate", "record", record, int, least=0)
         if record > episodes:
             raise refused("evaluate", "record", record, f"at most episodes={episodes}")
-        self._envs.ready_to_collect(self)
+        self._envs.ready_to_collect(self, "evaluate")
         if deterministic and isinstance(self._attached.family, Uniform):
             raise PolicyError("a random policy has no greedy action: evaluate(deterministic=False)")
         other, policy = None, self._policy

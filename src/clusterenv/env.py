@@ -24,6 +24,7 @@ from clusterenv.backends.base import Backend, check_backend
 from clusterenv.collector import Collector
 from clusterenv.errors import ClosedError, PolicyError, SpecError, UsageError, WorkerLostError
 from clusterenv.events import Event, EventLog
+from clusterenv.phases import Phase, refusal
 from clusterenv.policy import is_agent
 from clusterenv.policy.packing import Codec
 from clusterenv.policy.sync import Rule
@@ -104,7 +105,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self._stepper: Collector | None = None  # of `step(agent)`
         self.attached: Collector | None = None  # whose policy the workers have
         self._was_reset = False
-        self._stepping = False  # a whole step is under way, or was interrupted
+        self._interrupted = False  # a step or reset is under way, or ended by an exception: its rows are unknown
 
     # -- Gymnasium's face -------------------------------------------------------------------------------------
 
@@ -115,7 +116,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
         An int seeds slot i with `seed + i`; a list gives each slot its own. Rows still under way are given up.
         """
-        self._refuse_closed("reset")
+        self._refuse("reset")
         expect("reset", "options", options, Mapping[Any, Any] | None)
         seeds, bases = self._seeds(seed)
         mask = None
@@ -126,21 +127,17 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             if not self._was_reset and not mask.all():
                 raise UsageError("the first reset() must be of all environments: leave reset_mask out")
         pool = self._pool
-        if pool.desk.is_streaming:
-            raise UsageError("reset() while a stream is open: leave its loop first (or close() the generator)")
-        pool.desk.abandon()
+        dropped = pool.desk.abandon()
+        if dropped and self.attached is not None:
+            self.attached.count_dropped(dropped)
+        self._interrupted = True
         pool.drain()
-        self._stepping = False
         pool.set_seed_base(bases)
         slots = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
-        try:
-            pool.send_reset(slots, [seeds[slot] for slot in slots], options)
-            pool.collect(len(slots), None)
-            rows = pool.deliver(self.copy)
-        except BaseException:
-            self._stepping = True
-            raise
-        self._was_reset = True
+        pool.send_reset(slots, [seeds[slot] for slot in slots], options)
+        pool.collect(len(slots), None)
+        rows = pool.deliver(self.copy)
+        self._was_reset, self._interrupted = True, False
         if mask is None:
             return rows.obs, rows.infos
         infos = _spread(rows.infos, rows.slots, self.num_envs)
@@ -152,26 +149,16 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         Given an agent instead (whatever `collector` takes), the workers choose the actions: `infos["action"]`,
         `infos["logprob"]` and `infos["policy_version"]` say what they did.
         """
-        self._refuse_unready("step")
+        self._refuse("step")
         pool = self._pool
-        if self._stepping:
-            raise UsageError("the last step was interrupted by an error or Ctrl-C: call reset() to go on")
-        if pool.desk.is_streaming:
-            raise UsageError("step() while a stream is open: leave its loop first (or close() the generator)")
-        if pool.desk.is_under_way:
-            raise UsageError("step() while a prefetched fragment is under way: take it with rollout(), or reset()")
-        if pool.in_flight:
-            raise UsageError(
-                f"step() while {int(pool.awaited.sum())} slots are in flight from send(): recv() them first, "
-                "or stay with send() and recv()"
-            )
         if actions.__class__ is not np.ndarray and is_agent(actions):
             return self._step_with(actions)
         objects = self._place(actions, None)
-        self._stepping = True
+        self._interrupted = True
         if objects is None and pool.step_all():
-            self._stepping = False
-            return pool.deliver_all(self.copy)
+            result = pool.deliver_all(self.copy)
+            self._interrupted = False
+            return result
         if objects is not None:
             pool.send_step(None, objects)
         return self._collect_step()
@@ -184,13 +171,13 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         knobs = collector.hand_over()
         pool = self._pool
         pool.acted = []
-        self._stepping = True
+        self._interrupted = True
         try:
             pool.desk.tell_all()
             pool.send_step(None, None, knobs)
             obs, rewards, terminations, truncations, infos = self._collect_step()
         except PolicyError:
-            self._stepping = pool.give_up_step()  # where nobody stepped, the same step can be tried again
+            self._interrupted = pool.give_up_step()  # where nobody stepped, the same step can be tried again
             raise
         ended = (terminations | truncations) & infos.get("transition_valid", True)
         collector.look_at(infos, bool(ended.any()))
@@ -202,10 +189,10 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             pool.collect(self.num_envs, None)
         except WorkerLostError as error:
             error.rows = self._result(pool.deliver(True))
-            self._stepping = False
+            self._interrupted = False
             raise
         rows = pool.deliver(self.copy)
-        self._stepping = False
+        self._interrupted = False
         return self._result(rows)
 
     def render(self) -> tuple[Any, ...]:
@@ -217,18 +204,16 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
         With `sticky=True` the call is repeated on every later incarnation of a slot.
         """
-        self._refuse_closed("call")
-        self._refuse_in_flight("call")
+        self._refuse("call")
         self._refuse_loaded("call", name)
         return tuple(self._pool.call(name, args, kwargs, sticky=sticky))
 
     def get_attr(self, name: str, slots: Sequence[int] | None = None) -> tuple[Any, ...]:
         """Read an attribute of every environment, or of those of `slots`, in that order."""
-        if slots is None:
-            return self.call(name)
-        self._refuse_closed("get_attr")
-        self._refuse_in_flight("get_attr")
+        self._refuse("get_attr")
         self._refuse_loaded("get_attr", name)
+        if slots is None:
+            return tuple(self._pool.call(name, (), {}))
         chosen = self._some(slots, "get_attr")
         values = dict(zip(sorted(chosen), self._pool.call(name, (), {}, slots=sorted(chosen)), strict=True))
         return tuple(values[slot] for slot in chosen)
@@ -240,8 +225,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
         With `slots`, only those environments are touched.
         """
-        self._refuse_closed("set_attr")
-        self._refuse_in_flight("set_attr")
+        self._refuse("set_attr")
         expect("set_attr", "name", name, str)
         chosen = list(range(self.num_envs)) if slots is None else self._some(slots, "set_attr")
         if not isinstance(values, (list, tuple)):
@@ -290,9 +274,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
     def send(self, actions: Any, slots: Sequence[int] | np.ndarray[Any, Any] | None = None) -> None:
         """Step some slots (None: all) without waiting: row i of `actions` is for `slots[i]`."""
-        self._refuse_unready("send")
-        if self._stepping:
-            raise UsageError("send() while a step() is under way or was interrupted: call reset() to go on")
+        self._refuse("send")
         if slots is None:
             chosen = None
             busy = bool(self._pool.awaited.any())
@@ -311,14 +293,12 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
     def recv(self, min_envs: int | None = None, timeout_s: float | None = None) -> StepResult:
         """Rows of at least `min_envs` slots (None: all in flight), ascending by slot; `infos["slot"]` names them."""
-        self._refuse_unready("recv")
+        self._refuse("recv")
         if min_envs is not None:
             expect("recv", "min_envs", min_envs, int)
         if timeout_s is not None:
             expect("recv", "timeout_s", timeout_s, float, least=0)
         in_flight = int(self._pool.awaited.sum())
-        if in_flight == 0:
-            raise UsageError("recv(): nothing is in flight; send() first")
         if min_envs is not None and not 1 <= min_envs <= in_flight:
             raise UsageError(f"recv(min_envs={min_envs}): {in_flight} slots are in flight")
         self._pool.collect(in_flight if min_envs is None else min_envs, timeout_s)
@@ -375,15 +355,11 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         """Where the environments are; for collectors."""
         return self._pool
 
-    def ready_to_collect(self, collector: Collector) -> None:
-        """Refuse a rollout that makes no sense now; reset if nobody has yet."""
-        self._refuse_closed("rollout")
+    def ready_to_collect(self, collector: Collector, call: str) -> None:
+        """Refuse a call of the collector that makes no sense now; reset if nobody has yet."""
+        self._refuse(call)
         if self._pool.is_vector:
             raise UsageError("a collector steps environments one by one: Vector(fn) has step(), send() and recv() only")
-        if self._pool.desk.is_streaming:
-            raise UsageError("a stream is open: leave its loop first (or close() the generator)")
-        if self._pool.in_flight or self._stepping:
-            raise UsageError("rollout() while a step is under way or was interrupted: recv() it, or reset()")
         if not self._was_reset:
             self.reset(seed=None if self._goes_on else collector.seed)
 
@@ -400,8 +376,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()` of an earlier run; the next `reset()` or `rollout()` begins new episodes."""
-        self._refuse_closed("load_state_dict")
-        self._refuse_in_flight("load_state_dict")
+        self._refuse("load_state_dict")
         expect("load_state_dict", "state", state, Mapping[str, Any], hint="pass what state_dict() returned")
         if state.get("format") != 1:
             raise SpecError(f"load_state_dict: format {state.get('format')!r} is not known to this version")
@@ -411,7 +386,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self._pool.load_state_dict(state["pool"])
         self._resumed = state["collector"]
         self._goes_on = True
-        self._was_reset = self._stepping = False
+        self._was_reset = self._interrupted = False
         reason = "resumed; episodes that were in flight begin anew"
         self._events.add(Event("resumed", reason, tuple(range(self.num_envs))), level=logging.INFO)
 
@@ -514,10 +489,26 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         if self.closed or not self._finalizer.alive:
             raise ClosedError(f"{what}(): these environments were closed; make a new ClusterEnv")
 
-    def _refuse_unready(self, what: str) -> None:
-        self._refuse_closed(what)
+    @property
+    def _phase(self) -> Phase:
+        pool = self._pool
+        if self._interrupted:
+            return Phase.INTERRUPTED
         if not self._was_reset:
-            raise UsageError(f"{what}() before reset(): call reset() first")
+            return Phase.NEW
+        if pool.desk.is_streaming:
+            return Phase.STREAMING
+        if pool.desk.is_under_way:
+            return Phase.COLLECTING
+        return Phase.PARTIAL if pool.in_flight else Phase.IDLE
+
+    def _refuse(self, call: str) -> None:
+        """Raise where this call makes no sense now."""
+        self._refuse_closed(call)
+        text = refusal(call, self._phase)
+        if text is not None:
+            slots, num_steps = np.flatnonzero(self._pool.awaited).tolist(), self._pool.desk.num_steps
+            raise UsageError(text.format(slots=slots, num_steps=num_steps))
 
     def _refuse_loaded(self, what: str, name: str) -> None:
         if self._goes_on and not self._was_reset:
@@ -525,10 +516,6 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
                 f"{what}({name!r}) after load_state_dict(): the environments begin anew with the next reset(), "
                 "with the attributes of the loaded state; call reset() first"
             )
-
-    def _refuse_in_flight(self, what: str) -> None:
-        if self._pool.in_flight:
-            raise UsageError(f"{what}() while slots are in flight: recv() them first")
 
 
 def _acted_infos(parts: list[Acted], num_envs: int) -> dict[str, Any]:

@@ -276,11 +276,13 @@ class FragmentDesk:
         error, self._error = self._error, None
         return error
 
-    def abandon(self) -> None:
-        """Give up what is under way: it runs to its end, and is dropped."""
+    def abandon(self) -> int:
+        """Give up what is under way: it runs to its end, and is dropped. Returns how many fragments that are."""
+        dropped = len(self._running | self._done.keys()) if self._started else 0
         self._started = False
         self._stale |= self._running
         self._waiting.clear()
+        return dropped
 
     def close(self) -> None:
         self._arena = None  # views would keep the shared memory open

@@ -23,6 +23,8 @@ class Cause(enum.Enum):
     """It ended by itself, or hung and was killed."""
     NODE_LOST = "node lost"
     """Its machine is gone, or cannot be reached."""
+    INTERRUPTED = "interrupted"
+    """Ctrl-C in the calling process, where that is the worker."""
     MOVED = "moved"
     """On purpose: its slots go on elsewhere."""
 
