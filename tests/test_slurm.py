@@ -21,8 +21,9 @@ from closing import close_while, stopped
 from clusterenv.backends.network import agent_command
 from clusterenv.backends.slurm import job_script, srun_command
 from clusterenv.cli import main
+from clusterenv.spec import blueprint
 from container import MARK, Podman
-from experiments.arms import Arm
+from experiments.arms import TASKS, Arm
 from experiments.run import run_arm
 from stepping import joined, step_until
 
@@ -167,7 +168,8 @@ def test_no_slurm_here(monkeypatch, tmp_path):
 def test_what_sbatch_refuses_is_quoted(tmp_path, options, message):
     with pytest.raises(ce.StartError, match=f"(?s)sbatch says: .*{message}"):
         make(tmp_path, **options)
-    assert not real.running["slurm"].queue() and not list((tmp_path / "keys").glob("clusterenv-*"))
+    await_empty_queue()  # a job of the test before may still be on its way out
+    assert not list((tmp_path / "keys").glob("clusterenv-*"))
 
 
 @on_slurm
@@ -366,9 +368,10 @@ def test_a_controller_that_does_not_answer_is_told(tmp_path):
 
 
 INSIDE = """
-import os, clusterenv as ce, gymnasium as gym, numpy as np
+import logging, os, clusterenv as ce, gymnasium as gym, numpy as np
 class Seen(gym.Wrapper):
     wrapped = property(lambda self: os.environ.get("WRAPPED"))
+logging.basicConfig(level=logging.INFO)
 options = dict(interface="lo", folder={folder!r}, heartbeat={fast}, wrap="env WRAPPED=yes")
 backend = ce.Slurm(nodes=2, mode="srun", **options)
 with ce.ClusterEnv([lambda: Seen(gym.make("CartPole-v1"))] * 4, backend=backend) as envs:
@@ -452,5 +455,6 @@ def test_four_nodes_pull_what_the_virtual_cluster_pulls(tmp_path):
     for name in ("versions", "pulls", "pulled", "forms", "weight_bytes", "late_return", "final_return"):
         assert real_one[name] == virtual[name], name
     assert real_one["pulls"] > 4 * 2
-    assert real_one["sent_bytes"] == pytest.approx(virtual["sent_bytes"], rel=0.05)
+    code = len(blueprint(TASKS[arm.task].env, 4, None, is_remote=True).payload)  # which a virtual node has already
+    assert real_one["sent_bytes"] == pytest.approx(virtual["sent_bytes"] + 4 * code, rel=0.05)
     print({name: (real_one[name], virtual[name]) for name in ("pulls", "weight_bytes", "sent_bytes")})

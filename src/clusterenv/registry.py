@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ _ATOMS = (str, int, float, bool, bytes, type(None))
 
 class Registered(NamedTuple):
     plain: bytes
-    """A pickled list of the specs that hold nothing but plain data: nearly all, and they cannot fail to arrive."""
+    """A pickled list of the specs that hold nothing but plain data: nearly all, and they cannot fail to arrive. Those
+    of Gymnasium itself make it large, so it is compressed."""
     others: dict[str, bytes | str]
     """Each pickled by itself, by id: one that fails must not take the others along. Text: why it could not be."""
 
@@ -40,13 +42,13 @@ def pack(dumps: Callable[[Any], bytes]) -> Registered:
                 others[name] = dumps(spec)
             except Exception as error:  # pickling runs user code (__reduce__), which may raise anything
                 others[name] = why(error)
-    return Registered(dumps(plain), others)
+    return Registered(zlib.compress(dumps(plain)), others)
 
 
 def install(registered: Registered) -> None:
     """Register here what is registered there; what could not travel says so when it is made."""
     changed = False
-    for spec in pickle.loads(registered.plain):
+    for spec in pickle.loads(zlib.decompress(registered.plain)):
         if registry.get(spec.id) != spec:
             registry[spec.id] = spec
             changed = True
