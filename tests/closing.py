@@ -36,8 +36,10 @@ class Closed(NamedTuple):
     told: str
 
 
-def close_while(hanging: Callable[[], contextlib.AbstractContextManager[Any]], backend: Any, num_envs: int) -> Closed:
-    """Start a run, close it within this context, and end its process there."""
+def close_while(
+    hanging: Callable[[], contextlib.AbstractContextManager[Any]], backend: Any, num_envs: int, kills: bool = False
+) -> Closed:
+    """Start a run, close it within this context, and await the end of its process there, or kill it."""
     code = _HEAD.format(backend=backend, num_envs=num_envs)
     pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as head:
@@ -49,6 +51,8 @@ def close_while(hanging: Callable[[], contextlib.AbstractContextManager[Any]], b
                 head.stdin.write("\n")
                 head.stdin.flush()
                 seconds = float(head.stdout.readline())
+                if kills:
+                    head.kill()
                 since = time.monotonic()
                 told = head.stderr.read()  # until it has ended
                 head.wait(60)

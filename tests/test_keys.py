@@ -174,5 +174,5 @@ def test_a_full_disk_at_the_start(tmp_path, what):
     place = tmp_path / "keys"
     command = [sys.executable, "-c", FULL, str(place), what]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert f"cannot be written to {place}/clusterenv-" in done.stdout and "File too large" in done.stdout, done.stderr
+    assert f"the run's folder {place}/clusterenv-" in done.stdout and "File too large" in done.stdout, done.stderr
     assert not list(place.iterdir())

@@ -51,21 +51,27 @@ def await_no_agents(timeout_s=15.0):
         time.sleep(0.2)
 
 
+def files():
+    """In the temporary directory, of actors and runs."""
+    return {path.name for path in Path(tempfile.gettempdir()).glob("clusterenv-*")}
+
+
 @pytest.mark.smoke
-def test_a_killed_actor_is_replaced_and_nothing_is_left():
-    with make() as envs:
+def test_a_killed_actor_is_replaced_and_nothing_is_left(tmp_path):
+    before = files()
+    with make(folder=str(tmp_path)) as envs:
         envs.reset(seed=1)
         assert len(agents()) == 2
         actor = agents()[0].parent()
         assert actor is not None and "NodeActor" in " ".join(actor.cmdline())
         actor.kill()
-        assert not list(Path(tempfile.gettempdir()).glob("clusterenv-ray-*")), "no key of it stays"
         _, lost = step_until(envs, lambda: joined(envs) == 3 and not envs.stats()["missing_nodes"])
         for _ in range(5):
             envs.step(np.zeros(4, np.int64))
         assert len(lost) == len(set(lost)) and (set(lost) <= {0, 1} or set(lost) <= {2, 3}), "one node's episodes"
         assert len({process.parent().pid for process in agents()}) == 2
     await_no_agents()
+    assert files() <= before and not list(tmp_path.iterdir()), "also no key of the actor that was killed"
 
 
 def test_nodes_are_spread():
@@ -121,11 +127,11 @@ def test_nothing_runs_after_its_head_was_killed():
 
 
 def test_close_while_ray_hangs(tmp_path, capsys):
-    """Its control service is stopped. The actors of a script that has ended are ended by Ray, or by gc."""
+    """Its control service is stopped; a script that ends then is held up by Ray itself, and is killed here."""
     cluster = real.running["ray"]
     service = [pid for pid in cluster.pids if "gcs_server" in psutil.Process(pid).name()]
     backend = ce.Ray(nodes=2, address=cluster.address, bind="lo", heartbeat=FAST, folder=str(tmp_path))
-    closed = close_while(lambda: stopped(*service), backend, 2)
+    closed = close_while(lambda: stopped(*service), backend, 2, kills=True)
     assert closed.seconds < 10, closed
     (left,) = tmp_path.glob("clusterenv-*")
     assert f"2 Ray actors named {left.name}-*" in closed.told and f"clusterenv gc --folder {tmp_path}" in closed.told

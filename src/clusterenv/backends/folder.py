@@ -38,6 +38,7 @@ class RunFolder:
         except BaseException:
             shutil.rmtree(self.path, ignore_errors=True)
             raise
+        self._is_over = False
         self.files: tuple[Path, ...] = ()
         """The key file of each node."""
         self.digests: tuple[str, ...] = ()
@@ -53,22 +54,29 @@ class RunFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Within it, a disk that is full or cannot be written to ends in a `StartError` that says so."""
+        """Within it, an `OSError` (a disk that is full, or read-only) becomes a `StartError` that says where."""
         try:
             yield
         except ClusterEnvError:
             raise
         except OSError as error:
             raise StartError(
-                f"the files of a run cannot be written to {self.path}: {error}. Make room there, or choose another "
-                "place (`folder=...` of the backend; the default of most is the temporary directory, TMPDIR)"
+                f"the run's folder {self.path} could not be filled, or nodes not started from it: {error}. If that "
+                "disk is full or read-only, choose another: `folder=...` of the backend, or TMPDIR where that is None"
             ) from error
 
-    def end(self, left: str) -> None:
-        """Remove it; but where something else of the run is left, only the secrets: `clusterenv gc` needs the note."""
+    def end(self, left: str) -> bool:
+        """Remove it; but where something else of the run is left, only the secrets: `clusterenv gc` needs the note.
+
+        Returns whether this was the first time.
+        """
+        if self._is_over:
+            return False
+        self._is_over = True
         self.note.end(left)
         if left:
             for path in self.files:
                 close_joining(path)
         else:
             shutil.rmtree(self.path, ignore_errors=True)
+        return True

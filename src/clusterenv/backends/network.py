@@ -153,8 +153,7 @@ def start(
 
     def stop(deadline: float) -> None:
         left = keeper.stop(deadline)
-        folder.end(left)
-        if left:
+        if folder.end(left) and left:
             events.add(Event("jobs_left", _left_behind(folder, left, jobs, timing.lease_s)))
 
     try:

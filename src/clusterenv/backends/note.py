@@ -10,13 +10,14 @@ import contextlib
 import json
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["NAME", "Life", "Note", "life"]
+__all__ = ["NAME", "Life", "Note", "life", "now_there"]
 
 NAME = "head.json"
 
@@ -96,13 +97,11 @@ def life(note: Mapping[str, Any], age_s: float) -> Life:
 
 def now_there(folder: Path) -> float:
     """The time by the clock that dates the files in this folder, which may be a file server's."""
-    probe = folder / f".clusterenv-{os.getpid()}"
     try:
-        probe.touch()
-        try:
-            return probe.stat().st_mtime
-        finally:
-            probe.unlink()
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"x")
+            probe.flush()
+            return os.fstat(probe.fileno()).st_mtime
     except OSError:
         return time.time()
 

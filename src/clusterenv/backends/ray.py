@@ -139,7 +139,7 @@ class _Actors:
         self._ray, self._backend, self._plan, self._is_ours = ray, backend, plan, is_ours
         cpus = backend.workers_per_node if backend.cpus_per_node is None else backend.cpus_per_node
         options: dict[str, Any] = {"num_cpus": cpus, "resources": dict(backend.resources) or None, "max_restarts": 0}
-        self._class = ray.remote(NodeActor).options(scheduling_strategy="SPREAD", **options)
+        self._class, self._options = ray.remote(NodeActor), {"scheduling_strategy": "SPREAD", **options}
         self._prefix = f"clusterenv-{plan.run}-"
         self._said: dict[int, tuple[int | None, str]] = {}
         self._over: dict[int, str] = {}
@@ -177,7 +177,8 @@ class _Actors:
         self._kill(node)
         # The key goes as an argument, through Ray's own channels: docs/security.md says what that is worth.
         self._count += 1
-        named = self._class.options(name=f"{self._prefix}{node}-{self._count}", namespace=_NAMESPACE)
+        name = f"{self._prefix}{node}-{self._count}"
+        named = self._class.options(name=name, namespace=_NAMESPACE, **self._options)
         self._actors[node] = named.remote(self._plan.files[node].read_bytes(), self._plan.options)
         self._asked[node] = self._actors[node].poll.remote()
         self._over.pop(node, None)
