@@ -213,8 +213,9 @@ class _Actors:
         if stopping:
             patience_s = max(0.1, min(_STOP_S + 1.0, deadline - 2.0 - time.monotonic()))
             self._ray.wait(stopping, num_returns=len(stopping), timeout=patience_s)
-        for node in list(self._actors):
-            self._kill(node)
+        for actor in self._actors.values():  # which stay there: `describe` says what the run had, if Ray hangs here
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.kill(actor)
         if self._is_ours:
             self._ray.shutdown()
 
