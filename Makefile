@@ -1,4 +1,4 @@
-# Every target sets up what it needs in $(VENV); nothing has to be installed before but Python 3.10+ and make.
+# Every target sets up what it needs in $(VENV); nothing has to be installed before but Python 3.11+ and make.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,10 @@ export OMP_NUM_THREADS ?= 1
 CLUSTERS ?= slurm ray kubernetes
 REAL := slurm or ray or kubernetes
 
-.PHONY: demo test test-examples test-network test-clusters test-smoke test-fast check format bench paper paper-quick clean
+# How many processes run the tests of `make test`.
+JOBS ?= 2
+
+.PHONY: demo test test-long test-examples test-network test-clusters test-smoke check format bench paper paper-quick clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,12 +23,15 @@ demo: $(VENV)/.ready
 	$(BIN)/python examples/ppo_detach.py --demo --plot runs/demo.png
 
 test: $(VENV)/.ready
-	$(BIN)/pytest -m "not network and not examples and not ($(REAL))"
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not slow and not network and not examples and not ($(REAL))"
+
+test-long: $(VENV)/.ready
+	$(BIN)/pytest -n $(JOBS) -m slow
 
 test-examples: $(VENV)/.ready
 	$(BIN)/pytest -m examples
 
-# Needs root: the machines of its clusters are network namespaces.
+# Needs root: the machines of its clusters are network namespaces, and it makes a control group.
 test-network: $(VENV)/.ready
 	command -v ip bridge tc ss > /dev/null || apt-get install --yes --quiet iproute2
 	$(BIN)/pytest -m network
@@ -36,9 +42,6 @@ test-clusters: $(VENV)/.ready
 
 test-smoke: $(VENV)/.ready
 	for kind in $(CLUSTERS); do $(BIN)/pytest -m "smoke and $$kind" || exit 1; done
-
-test-fast: $(VENV)/.ready
-	$(BIN)/pytest -m "not slow and not network and not examples and not ($(REAL))"
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .

@@ -14,7 +14,7 @@ import platform
 import signal
 import subprocess
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from benchmarks.tables import (
     table_markdown,
 )
 from benchmarks.venvs import ROOT, Missing, interpreter, why
+from clusterenv.cpus import usable_cores
 
 SUBJECTS_FILE = Path("benchmarks") / "subjects.py"
 COLLECTORS_FILE = Path("benchmarks") / "collectors.py"
@@ -47,7 +48,7 @@ WARMUP_S = 0.5
 def main() -> None:
     args = parse_args()
     tables = [table for table in TABLES if args.only is None or table.name in args.only]
-    started = datetime.now(timezone.utc)
+    started = datetime.now(UTC)
     results: Results = {table.name: {subject: Series() for subject in table.subjects} for table in tables}
     machine = describe_machine()
     versions: dict[str, dict[str, str]] = {}
@@ -174,7 +175,7 @@ def describe_machine() -> dict[str, Any]:
     models = [line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")]
     return {
         "cpu": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "system": platform.system(),
         "python": platform.python_version(),
         "load_at_start": round(os.getloadavg()[0], 2),

@@ -15,7 +15,6 @@ another order every time, so no two runs are the same. LunarLander-v3 was not so
 
 import argparse
 import dataclasses
-import os
 import random
 import sys
 import time
@@ -63,9 +62,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--num-envs and --total-steps must be at least 1, --workers at least 0")
     if not 0.0 <= args.threshold < float("inf") or args.every < 1:
         parser.error("--threshold must be 0 or more, --every at least 1")
-    if args.workers is None:
-        args.workers = len(os.sched_getaffinity(0))
-    args.workers = min(args.workers, args.num_envs)
     if args.target is None:
         threshold = gym.spec(args.env_id).reward_threshold
         args.target = float("inf") if threshold is None else threshold
@@ -190,7 +186,7 @@ def train(args: argparse.Namespace) -> None:
         print(f"{name:<11} {value:7.1f} s {value / seconds:6.1%}")
     # The workers go on while the head learns, so theirs are shares of the whole time.
     print("\nand a worker's")
-    busy = {name: stats["time_shares"][name] * stats["collecting_s"] for name in ("environment", "policy")}
+    busy = dict(stats["busy_s"])
     busy["idle"] = seconds - sum(busy.values())
     for name, value in busy.items():
         print(f"{name:<11} {value:7.1f} s {value / seconds:6.1%}")

@@ -13,7 +13,6 @@ import argparse
 import collections
 import contextlib
 import json
-import os
 import random
 import sys
 import time
@@ -63,10 +62,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if min(args.num_envs, args.total_steps) < 1 or (args.workers is not None and args.workers < 0):
         parser.error("--num-envs and --total-steps must be at least 1, --workers at least 0")
-    if args.workers is None:
-        args.workers = len(os.sched_getaffinity(0))
-    args.workers = min(args.workers, args.num_envs)
-    args.workers_shown = f"workers {args.workers}" if args.backend == "local" else f"{args.nodes} {args.backend} nodes"
     if args.target is None:
         threshold = gym.spec(args.env_id).reward_threshold
         args.target = float("inf") if threshold is None else threshold
@@ -155,6 +150,8 @@ def train(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
 
     envs = ce.ClusterEnv(args.env_id, num_envs=args.num_envs, backend=make_backend(args))
+    where = f"{args.nodes} {args.backend} nodes, " if args.backend != "local" else ""
+    args.workers_shown = f"{where}workers {envs.stats()['workers']}"
     try:
         obs_space, action_space = envs.single_observation_space, envs.single_action_space
         if not isinstance(obs_space, gym.spaces.Box) or not isinstance(action_space, gym.spaces.Discrete):

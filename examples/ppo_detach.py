@@ -18,7 +18,6 @@ and 475 to 573 thousand steps, and pulled weights 12 to 15 times for 30 to 36 ve
 import argparse
 import contextlib
 import dataclasses
-import os
 import random
 import sys
 import time
@@ -74,9 +73,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--num-envs and --total-steps must be at least 1, --workers at least 0")
     if not 0.0 <= args.threshold < float("inf") or args.every < 1:
         parser.error("--threshold must be 0 or more, --every at least 1")
-    if args.workers is None:
-        args.workers = len(os.sched_getaffinity(0))
-    args.workers = min(args.workers, args.num_envs)
     if args.target is None:
         threshold = gym.spec(args.env_id).reward_threshold
         args.target = float("inf") if threshold is None else threshold
@@ -119,6 +115,7 @@ def train(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
 
     with ce.ClusterEnv(args.env_id, num_envs=args.num_envs, backend=ce.Local(workers=args.workers)) as envs:
+        args.workers = envs.stats()["workers"]
         obs_space, action_space = envs.single_observation_space, envs.single_action_space
         if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
             sys.exit(f"{args.env_id}: this example wants observations that are vectors")
@@ -199,7 +196,8 @@ def train(args: argparse.Namespace) -> None:
         print(f"plot        {args.plot}")
 
     # Seconds of wall clock: the workers' are the mean over workers, and they do nothing while the head learns.
-    spent = {name: share * stats["collecting_s"] for name, share in stats["time_shares"].items()}
+    spent = dict(stats["busy_s"])
+    spent["waiting"] = stats["collecting_s"] - sum(spent.values())
     spent |= {"learning": learning_s, "evaluating": evaluating_s}
     spent["other"] = seconds - sum(spent.values())
     print("\nwhere the time went")

@@ -15,7 +15,6 @@ weights travel between fragments only.
 import argparse
 import copy
 import math
-import os
 import sys
 import time
 
@@ -61,9 +60,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if min(args.num_envs, args.total_steps, args.every) < 1 or (args.workers is not None and args.workers < 0):
         parser.error("--num-envs, --total-steps and --every must be at least 1, --workers at least 0")
-    if args.workers is None:
-        args.workers = len(os.sched_getaffinity(0))
-    args.workers = min(args.workers, args.num_envs)
     return args
 
 
@@ -255,7 +251,7 @@ def train(args: argparse.Namespace) -> None:
     # The mean over workers, in the same seconds: they act and step while the head learns.
     print("\nmeanwhile, in a worker")
     for name in ("environment", "policy"):
-        value = stats["time_shares"][name] * stats["collecting_s"]
+        value = stats["busy_s"][name]
         print(f"{name:<11} {value:7.1f} s {value / seconds:6.1%}")
 
 

@@ -19,6 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from clusterenv.cpus import usable_cores
 from experiments.arms import TABLES, Arm, Job
 from experiments.records import read
 from experiments.run import run_arm
@@ -32,7 +33,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help='arms whose "task rule codec" contains this')
     parser.add_argument("--seeds", type=int, help="no more than so many of each arm")
     parser.add_argument("--steps", type=float, default=1.0, help="share of each task's steps, for a quick look")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--processes", type=int, default=usable_cores())
     parser.add_argument("--until", type=float, help="begin nothing that is likely to end after so many seconds")
     parser.add_argument("--data", type=Path, default=DATA / "runs.jsonl")
     args = parser.parse_args()

@@ -95,7 +95,7 @@ class Namespaces(Remote):
             self.jobs[:] = [NamespaceJobs(self.net, plan)]
             return self.jobs[0]
 
-        return head.call(self.start_with, len(self.net.nodes), head.address, launch, *args)
+        return head.call(self.start_with, len(self.net.nodes), launch, *args)
 
     def _divert(self, plan: Plan) -> None:
         """Key files that name a proxy on the first node's machine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import cloudpickle
 import hypothesis
 import psutil
 import pytest
@@ -43,13 +45,32 @@ def _state() -> tuple[set[int], set[int | None], dict[str, str], set[str]]:
     return children, threads, _descriptors(), set(os.listdir("/dev/shm"))
 
 
+def _not_of_others(names: set[str]) -> set[str]:
+    """Without the shared memory that processes of another test session, or of another user, have mapped."""
+    if not names:
+        return names
+    family = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) not in family:
+            with contextlib.suppress(OSError):
+                mapped = (entry / "maps").read_text()
+                names = {name for name in names if f"/dev/shm/{name}" not in mapped}
+    return {name for name in names if _is_own_file(Path("/dev/shm") / name)}
+
+
+def _is_own_file(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.stat().st_uid == os.getuid()
+    return False
+
+
 def _leaks(
     before: tuple[set[int], set[int | None], dict[str, str], set[str]],
 ) -> list[str]:
     children, threads, descriptors, shm = _state()
     leaks = [f"process {pid}" for pid in children - before[0]]
     leaks += [f"thread {ident}" for ident in threads - before[1]]
-    leaks += [f"shared memory {name}" for name in shm - before[3]]
+    leaks += [f"shared memory {name}" for name in _not_of_others(shm - before[3])]
     watched = ("socket:", "pipe:", "/memfd:", "anon_inode:")
     leaks += [
         f"descriptor {fd} -> {target}"
@@ -65,9 +86,9 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What the imports made is no test's leak, and torch is large: leave it out of the collections around each test."""
-    gc.collect()
-    gc.freeze()
+    for module in {item.getparent(pytest.Module).obj for item in session.items}:
+        # Workers would otherwise import it for an environment that it defines, and with it pytest, torch and more.
+        cloudpickle.register_pickle_by_value(module)
     if not session.config.option.collectonly:
         real.start({kind for kind in real.KINDS for item in session.items if item.get_closest_marker(kind)})
 
@@ -79,6 +100,7 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
     gc.collect()
+    gc.freeze()  # what modules that tests import leave is large: no need to look at it after each test
     before = _state()
     yield
     gc.collect()

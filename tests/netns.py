@@ -203,6 +203,15 @@ class Host:
         state = "forwarding" if forwarding else "disabled"
         _batch("bridge", self._switch, [f"link set dev {self.name} state {state}"])
 
+    def unplug(self) -> None:
+        """Take eth0 down: the host has loopback and nothing else."""
+        _batch("ip", self.namespace, ["link set eth0 down"])
+
+    def ipv6_only(self, address: str) -> None:
+        """Replace the address of eth0 by this one, of a network of 64 bits."""
+        self.call(Path("/proc/sys/net/ipv6/conf/eth0/disable_ipv6").write_text, "0")
+        _batch("ip", self.namespace, ["addr flush dev eth0", f"addr add {address}/64 dev eth0 nodad"])
+
     def limit(self, bytes_per_s: float, direction: Direction = "both") -> None:
         """Limit the rate of what this host sends ("out"), of what it receives ("in"), or of each."""
         rate = round(bytes_per_s)

@@ -16,6 +16,8 @@ from clusterenv.policy.divergence import divergence
 from clusterenv.policy.families import family_for
 from clusterenv.testing import Virtual
 
+TWO = ce.Local(workers=2, preload=("torch", "gymnasium.envs.box2d.lunar_lander"))  # imported once, not by each worker
+
 
 def net(outputs=4, inputs=8):
     torch.manual_seed(0)
@@ -37,7 +39,7 @@ def test_unchanged_weights_move_no_byte_and_always_moves_every_version():
     policy = ce.TorchPolicy(module, dist="categorical")
     size = None
     generator = torch.Generator().manual_seed(0)
-    with ce.ClusterEnv("LunarLander-v3", 8, backend=ce.Local(workers=2)) as envs:
+    with ce.ClusterEnv("LunarLander-v3", 8, backend=TWO) as envs:
         collector = envs.collector(policy, seed=1)
         for _ in range(3):
             collector.rollout(4)
@@ -75,7 +77,7 @@ def test_aps_pulls_where_the_true_drift_crosses_the_threshold():
     family = family_for("categorical", gym.spaces.Discrete(4))
     generator = torch.Generator().manual_seed(2)
     ratios, wrong, decided = [], 0, 0
-    with ce.ClusterEnv("LunarLander-v3", 32, backend=ce.Local(workers=2)) as envs:
+    with ce.ClusterEnv("LunarLander-v3", 32, backend=TWO) as envs:
         rule = ce.APS(threshold=delta, z=0.0)
         collector = envs.collector(ce.TorchPolicy(module, dist="categorical"), seed=1, sync=rule)
         acting, states = net(), []
@@ -106,7 +108,7 @@ def test_aps_pulls_where_the_true_drift_crosses_the_threshold():
 
 def test_a_drift_that_stays_below_the_threshold_does_not_hold_a_version_for_ever(caplog):
     module, generator = net(), torch.Generator().manual_seed(2)
-    with ce.ClusterEnv("LunarLander-v3", 8, backend=ce.Local(workers=2)) as envs:
+    with ce.ClusterEnv("LunarLander-v3", 8, backend=TWO) as envs:
         policy = ce.TorchPolicy(module, dist="categorical")
         collector = envs.collector(policy, seed=1, sync=ce.APS(threshold=9.0, max_fragments=3))
         versions = []
@@ -120,7 +122,7 @@ def test_a_drift_that_stays_below_the_threshold_does_not_hold_a_version_for_ever
 def test_receipts_say_how_stale_the_data_is():
     module = net()
     generator = torch.Generator().manual_seed(2)
-    with ce.ClusterEnv("LunarLander-v3", 8, backend=ce.Local(workers=2)) as envs:
+    with ce.ClusterEnv("LunarLander-v3", 8, backend=TWO) as envs:
         policy = ce.TorchPolicy(module, dist="categorical")
         collector = envs.collector(policy, seed=1, sync=ce.APS(threshold=1.0, max_lag=3))
         lags = []
@@ -249,7 +251,7 @@ def test_recurrent_policies_are_replayed():
     torch.manual_seed(0)
     module = Gru()
     policy = ce.TorchPolicy(module, dist=gru_dist, initial_state=lambda rows: torch.zeros(rows, 8))
-    with ce.ClusterEnv("LunarLander-v3", 6, backend=ce.Local(workers=2)) as envs:
+    with ce.ClusterEnv("LunarLander-v3", 6, backend=TWO) as envs:
         collector = envs.collector(policy, seed=1, sync=ce.APS(threshold=1e9))
         for steps in (5, 40, 40):
             collector.rollout(steps)
@@ -282,7 +284,7 @@ def test_the_drift_does_not_depend_on_who_sent_the_samples():
     seen = []
     for workers in (0, 3):
         module = net(2, 4)
-        with ce.ClusterEnv("CartPole-v1", 48, backend=ce.Local(workers=workers)) as envs:
+        with ce.ClusterEnv("CartPole-v1", 48, backend=ce.Local(workers=workers, preload=("torch",))) as envs:
             policy = ce.TorchPolicy(module, dist="categorical")
             collector = envs.collector(policy, seed=1, sync=ce.APS(threshold=10.0))
             generator = torch.Generator().manual_seed(0)

@@ -21,7 +21,7 @@ from clusterenv.policy import codec
 from clusters import ByHand, pods
 from netns import Network
 from test_aps import net, nudge
-from toys import SpaceEnv, Trouble, same
+from toys import SpaceEnv, Trouble, linear, same
 
 ID = "CartPole-v1"
 
@@ -104,13 +104,9 @@ def test_partial_batches(backend):
         assert envs.recv(min_envs=2)[4]["slot"].tolist() == [1, 3]
 
 
-def forward(weights, obs):
-    return obs @ weights["w"]
-
-
 def numpy_policy():
     """Workers that act with it need not import torch first."""
-    return ce.NumpyPolicy(forward, {"w": np.ones((4, 2), np.float32)}, dist="categorical")
+    return ce.NumpyPolicy(linear, {"w": np.ones((4, 2), np.float32)}, dist="categorical")
 
 
 def collected(backend, updates=8):
@@ -144,7 +140,7 @@ def test_rollouts_pulls_and_bytes_are_those_of_one_process(backend):
 
 def test_stream_delivers_each_fragment_once_and_in_order(backend):
     weights = {"w": np.ones((4, 2), np.float32)}
-    policy = ce.NumpyPolicy(forward, weights, dist="categorical")
+    policy = ce.NumpyPolicy(linear, weights, dist="categorical")
     with ce.ClusterEnv(ID, 8, backend=backend) as envs:
         collector = envs.collector(policy, seed=5)
         last = {}

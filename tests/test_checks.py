@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import clusterenv as ce
-from clusterenv.code import missing_package
 from clusterenv.head.checks import check_fragment
 from clusterenv.pool.layout import Leaf
 from clusterenv.pool.messages import DriftSamples, Finals, FragmentResult
@@ -66,13 +65,6 @@ def test_a_good_one_passes():
 def test_what_cannot_be_is_refused(change):
     with pytest.raises(ce.ProtocolError, match="cannot be"):
         check_fragment(GOOD._replace(**change), 8, 2, LEAVES)
-
-
-def test_a_package_that_is_missing_is_named_with_its_node():
-    assert "'nosuch' is missing on node 3: install" in missing_package(
-        "ModuleNotFoundError: No module named 'nosuch.deep'", "node 3"
-    )
-    assert missing_package("ValueError: no", "node 3") == ""
 
 
 def make_with_missing_package():

@@ -101,6 +101,31 @@ def test_a_lost_worker_has_a_last_observation_and_no_episode(tmp_path: Path) -> 
         assert not infos["transition_valid"][1]
 
 
+class RaisesOnce(gym.Wrapper):
+    def step(self, action: Any) -> Any:
+        if not self.marker.exists():
+            self.marker.touch()
+            raise RuntimeError("the simulator exploded")
+        return super().step(action)
+
+
+def test_an_environment_that_raises_has_no_episode_though_its_worker_lives(tmp_path: Path) -> None:
+    def raises() -> gym.Env:
+        env = RaisesOnce(make_env("CartPole-v1", 0)())
+        env.marker = tmp_path / "raised"
+        env.marker.touch()
+        return env
+
+    with closing(cleanrl.make([make_env("CartPole-v1", 0), raises], backend=LOCAL)) as envs:
+        envs.reset(seed=0)
+        envs.step(np.array([0, 1]))
+        (tmp_path / "raised").unlink()
+        *_, truncations, infos = envs.step(np.array([0, 1]))
+        assert truncations.tolist() == [False, True]
+        assert infos["transition_valid"].tolist() == [True, False] and not infos["worker_lost"].any()
+        assert list(infos["final_info"]) == [None, None] and not infos["_final_info"].any()
+
+
 def episodic_returns(infos: dict[str, Any]) -> list[float]:
     """How the scripts log: `final_info` holds a dict or None per environment."""
     if "final_info" not in infos:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import cloudpickle
@@ -16,8 +15,6 @@ import clusterenv
 from clusterenv.errors import ClusterEnvError
 from clusterenv.integrations.envpool import EnvPoolVectorEnv, envpool
 
-if sys.version_info < (3, 11):
-    pytest.skip("there is no EnvPool for Python 3.10", allow_module_level=True)
 NUM_ENVS = 6
 
 

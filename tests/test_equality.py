@@ -90,22 +90,21 @@ def run_both(thunks, mode, workers, seed, steps, resets=()):
         ref.close()
 
 
-@given(
-    observation_space=observation_spaces,
-    action_space=action_spaces,
-    mode=st.sampled_from(MODES),
-    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
-    truncates=st.booleans(),
-    info=st.sampled_from(["none", "plain", "rich"]),
-    workers=st.sampled_from([0, 0, 0, 0, 0, 1, 2, 3]),
-    seed=st.one_of(st.integers(0, 2**20), st.just("list")),
-    steps=st.integers(1, 12),
-    resets=st.sets(st.integers(0, 12), max_size=2),
-)
-@settings(max_examples=400)
-@pytest.mark.timeout(500)
-def test_equals_sync_vector_env(
-    observation_space, action_space, mode, lengths, truncates, info, workers, seed, steps, resets
+ANY_RUN = {
+    "observation_space": observation_spaces,
+    "action_space": action_spaces,
+    "mode": st.sampled_from(MODES),
+    "lengths": st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    "truncates": st.booleans(),
+    "info": st.sampled_from(["none", "plain", "rich"]),
+    "seed": st.one_of(st.integers(0, 2**20), st.just("list")),
+    "steps": st.integers(1, 12),
+    "resets": st.sets(st.integers(0, 12), max_size=2),
+}
+
+
+def equals_sync_vector_env(
+    observation_space, action_space, mode, lengths, truncates, info, seed, steps, resets, workers
 ):
     thunks = [
         lambda length=length: SpaceEnv(observation_space, action_space, length, info, truncates) for length in lengths
@@ -113,6 +112,26 @@ def test_equals_sync_vector_env(
     if seed == "list":
         seed = [7 * i + 1 for i in range(len(lengths))]
     run_both(thunks, mode, min(workers, len(lengths)), seed, steps, resets)
+
+
+@given(**ANY_RUN)
+@settings(max_examples=300)
+def test_equals_sync_vector_env(**run):
+    equals_sync_vector_env(**run, workers=0)
+
+
+@given(**ANY_RUN, workers=st.integers(1, 3))
+@settings(max_examples=25)
+def test_equals_sync_vector_env_with_workers(**run):
+    equals_sync_vector_env(**run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@given(**ANY_RUN, workers=st.integers(1, 3))
+@settings(max_examples=150)
+def test_equals_sync_vector_env_with_workers_in_many_draws(**run):
+    equals_sync_vector_env(**run)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: m.name)

@@ -76,7 +76,6 @@ def test_gae_lets_nothing_through_a_lost_row():
     np.testing.assert_allclose(advantages[:, 0], [1 + 0.5 * 5 - 2, 0, 0, 1 + 0.5 * 4 - 3])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ppo_solves_cartpole():
     output = run("ppo.py", "--target", 475, "--seed", 1, timeout_s=280)

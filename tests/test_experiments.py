@@ -99,7 +99,6 @@ def test_examples_in_docstrings(module):
     assert result.attempted and not result.failed
 
 
-@pytest.mark.slow
 def test_the_page_is_made_from_the_lines():
     page = (DOCS / "evidence.md").read_text()
     assert all(f"<!-- {name} -->" in page for name in BLOCKS)

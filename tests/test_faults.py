@@ -7,6 +7,7 @@ import signal
 import time
 
 import numpy as np
+import psutil
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
@@ -73,7 +74,8 @@ def test_fault_costs_only_the_slots_concerned(tmp_path, what, mode):
     assert not terminations.any()
     assert truncations.tolist() == [slot in hit for slot in range(N)]
     assert infos["transition_valid"].tolist() == [slot not in hit for slot in range(N)]
-    assert infos["worker_lost"].tolist() == [slot in hit for slot in range(N)]
+    ends_worker = what in ("kill", "segfault", "hang", "hang_with_gil")
+    assert infos["worker_lost"].tolist() == [ends_worker and slot in hit for slot in range(N)]
     assert reason in infos["loss_reason"][1] and infos["loss_reason"][3] is None
     assert obs[spared, 3].tolist() == [3.0] * len(spared), "siblings go on in their episode"
 
@@ -100,7 +102,7 @@ def test_fault_costs_only_the_slots_concerned(tmp_path, what, mode):
     event = next(e for e in envs.events() if e.kind in ("worker_lost", "env_error"))
     assert reason in event.reason and 1 in event.slots
     if what == "raise":
-        assert "in _fail" in event.detail and event.seed == 1 and event.step == 2 and event.incarnation == 0
+        assert "in _fail" in event.detail and event.seed == 1 and event.step == 3 and event.incarnation == 0
     if what == "segfault":
         assert "Segmentation fault" in event.detail and "_fail" in event.detail
     if what.startswith("hang"):
@@ -368,3 +370,24 @@ def test_closing_while_an_environment_hangs_is_bounded(tmp_path):
     envs.reset(seed=0)
     envs.send(ZEROS)
     close_in_time(envs)
+
+
+def test_a_worker_of_a_node_that_ended_before_the_step_gives_no_row_in_it():
+    """Its node steps the others, and answers for those alone."""
+
+    class Where(Trouble):
+        def pid(self):
+            return os.getpid()
+
+    with ce.ClusterEnv([lambda i=i: Where(i) for i in range(2)], backend=ce.Local(workers=2, network=True)) as envs:
+        envs.reset(seed=0)
+        envs.step([0, 0])
+        process = psutil.Process(envs.call("pid")[0])
+        process.kill()
+        psutil.wait_procs([process], timeout=10)
+        time.sleep(0.2)  # the node's word of it is here, and not taken in before the next step is asked for
+        obs, rewards, _, truncations, infos = envs.step([0, 0])
+        assert infos["transition_valid"].tolist() == [False, True]
+        assert rewards.tolist() == [0.0, 1.0] and truncations.tolist() == [True, False] and obs[1, 3] == 2.0
+        obs, *_ = envs.step([0, 0])
+        assert obs[:, 3].tolist() == [0.0, 3.0]

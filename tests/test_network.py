@@ -24,6 +24,7 @@ from experiments.ppo import PPO
 from netns import Network
 from stepping import joined, kinds, step_until
 from test_aps import net as mlp
+from toys import linear
 
 pytestmark = pytest.mark.network
 ID = "CartPole-v1"
@@ -31,13 +32,9 @@ FAST = (0.2, 1.5, 3.0)  # beat, dead after, lease
 RECOVERY = ce.Recovery(backoff_s=(0.05, 0.1))
 
 
-def forward(weights, obs):
-    return obs @ weights["w"]
-
-
 def numpy_policy():
     """Workers that act with it need not import torch first."""
-    return ce.NumpyPolicy(forward, {"w": np.ones((4, 2), np.float32)}, dist="categorical")
+    return ce.NumpyPolicy(linear, {"w": np.ones((4, 2), np.float32)}, dist="categorical")
 
 
 def zeros(n=4):
@@ -269,6 +266,19 @@ def test_17_a_node_that_is_asked_to_leave_in_a_rollout(net):
         psutil.wait_procs([node], timeout=5)
 
 
+def test_an_agent_that_outlives_its_job_is_told_to_leave(net):
+    """A container that its scheduler does not end: it must not come back in place of the job that replaces it."""
+    backend = Namespaces(net, heartbeat=FAST)
+    with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
+        envs.reset(seed=1)
+        jobs = backend.jobs[0]
+        first, look = jobs.agents[0], jobs.look
+        jobs.look = lambda: {**look(), **({0: "was cancelled"} if jobs.agents[0] is first else {})}
+        step_until(envs, lambda: joined(envs) == 3 and not envs.stats()["missing_nodes"])
+        assert first.wait(10) == 0 and jobs.agents[0] is not first and jobs.agents[0].poll() is None
+        assert "its job is over: was cancelled" in jobs.log_tail(0)
+
+
 def test_a_replacement_that_dies_before_it_comes_is_asked_for_again(net):
     backend = Namespaces(net, heartbeat=FAST)
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
@@ -289,7 +299,6 @@ def test_a_replacement_that_dies_before_it_comes_is_asked_for_again(net):
         assert failures == [0] and "node_asked_again" in kinds(envs)
 
 
-@pytest.mark.slow
 def test_a_large_pull_over_a_slow_link_delays_nobody_else(net):
     """100 MB at 8 MB/s to one node, while the other steps."""
     with ce.ClusterEnv(ID, 4, backend=Namespaces(net, heartbeat=FAST), recovery=RECOVERY) as envs:
@@ -531,7 +540,7 @@ def test_19_a_late_joiner_collects_with_the_current_weights(net):
     backend = Namespaces(net, heartbeat=FAST)
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         weights = {"w": np.ones((4, 2), np.float32)}
-        collector = envs.collector(ce.NumpyPolicy(forward, weights, dist="categorical"), seed=1)
+        collector = envs.collector(ce.NumpyPolicy(linear, weights, dist="categorical"), seed=1)
         collector.rollout(8)
         backend.jobs[0].is_full = True
         agents()[0].kill()

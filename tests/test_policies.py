@@ -27,6 +27,7 @@ from clusterenv.policy.families import family_for
 from clusterenv.policy.streams import Streams
 from toys import DiesOnce
 
+TWO = ce.Local(workers=2, preload=("torch",))  # imported once, not by each worker
 OBS = 5
 ACTIONS = {
     "discrete": spaces.Discrete(4, start=2),
@@ -332,7 +333,9 @@ def test_recurrent_state_is_kept_per_slot_and_given_with_the_batch(workers):
     torch.manual_seed(0)
     module = Memory()
     policy = ce.TorchPolicy(module, dist=recurrent_dist, initial_state=lambda rows: torch.zeros(rows, 8))
-    with ce.ClusterEnv(lambda: Any_(ACTIONS["discrete"]), 5, backend=ce.Local(workers=workers)) as envs:
+    with ce.ClusterEnv(
+        lambda: Any_(ACTIONS["discrete"]), 5, backend=ce.Local(workers=workers, preload=("torch",))
+    ) as envs:
         collector = envs.collector(policy, seed=1)
         batches = [collector.rollout(steps) for steps in (4, 11)]
     assert (batches[0].initial_state == 0).all() and (batches[1].initial_state != 0).any()
@@ -356,7 +359,7 @@ def test_a_masked_fragment_has_states_too(tmp_path):
 
     thunks = [lambda i=i: thunk(i) for i in range(4)]
     recovery = ce.Recovery(backoff_s=(0.01, 0.1))
-    with ce.ClusterEnv(thunks, backend=ce.Local(workers=2), recovery=recovery) as envs:
+    with ce.ClusterEnv(thunks, backend=TWO, recovery=recovery) as envs:
         collector = envs.collector(policy, seed=1, on_loss="mask")
         collector.rollout(2)
         batch = collector.rollout(4)
@@ -409,7 +412,7 @@ def test_masks_rule_actions_out(in_obs, dist):
 
     module = Logits()
     policy = ce.TorchPolicy(module, dist=dist, action_mask="action_mask", epsilon=0.5)
-    with ce.ClusterEnv(lambda: Masked(in_obs), 3, backend=ce.Local(workers=0 if in_obs else 2)) as envs:
+    with ce.ClusterEnv(lambda: Masked(in_obs), 3, backend=ce.Local(workers=0) if in_obs else TWO) as envs:
         envs.reset(seed=0)
         envs.step(np.full(3, 1))
         collector = envs.collector(policy, seed=1)
@@ -442,7 +445,7 @@ def refused(policy, match, space="discrete", error=ce.PolicyError, workers=0):
 
 
 def test_refusals_name_the_cause():
-    refused(object(), "object is no policy")
+    refused(object(), r"agent=<object object.*expected a torch.nn.Module")
     refused(net(4), "none of the known shapes.*get_action_and_value.*dist=lambda")
     refused(ce.TorchPolicy(net(3), dist="categorical"), r"\(16, 3\).*needs \(16, 4\)")
     refused(ce.TorchPolicy(net(4), dist="normal"), "acts in a Box space")
@@ -457,7 +460,7 @@ def test_refusals_name_the_cause():
 def test_nan_logits_are_named_before_they_reach_an_environment():
     module = net(4)
     policy = ce.TorchPolicy(module, dist="categorical")
-    with ce.ClusterEnv(lambda: Any_(ACTIONS["discrete"]), 4, backend=ce.Local(workers=2)) as envs:
+    with ce.ClusterEnv(lambda: Any_(ACTIONS["discrete"]), 4, backend=TWO) as envs:
         collector = envs.collector(policy, seed=1)
         first = collector.rollout(3)
         with torch.no_grad():
@@ -472,7 +475,7 @@ def test_nan_logits_are_named_before_they_reach_an_environment():
 
 def test_a_changed_architecture_is_refused():
     module = net(4)
-    with ce.ClusterEnv(lambda: Any_(ACTIONS["discrete"]), 4, backend=ce.Local(workers=2)) as envs:
+    with ce.ClusterEnv(lambda: Any_(ACTIONS["discrete"]), 4, backend=TWO) as envs:
         collector = envs.collector(ce.TorchPolicy(module, dist="categorical"), seed=1)
         collector.rollout(3)
         module[0], module[2] = nn.Linear(OBS, 20), nn.Linear(20, 4)
@@ -502,9 +505,9 @@ def test_num_steps_and_vectors_are_checked():
         with pytest.raises(ce.PolicyError, match="no greedy action"):
             envs.collector(ce.RandomPolicy()).evaluate(episodes=2)
         assert envs.collector(ce.RandomPolicy()).evaluate(episodes=2, deterministic=False).mean > 0
-        with pytest.raises(ce.UsageError, match="num_steps=0"):
+        with pytest.raises(ce.SpecError, match="num_steps=0"):
             envs.collector(ce.RandomPolicy()).rollout(0)
-        with pytest.raises(ce.UsageError, match="on_loss='drop'"):
+        with pytest.raises(ce.SpecError, match="on_loss='drop'"):
             envs.collector(ce.RandomPolicy(), on_loss="drop")
     vector = ce.Vector(lambda n, seeds: gym.make_vec("CartPole-v1", n))
     with (

@@ -115,6 +115,7 @@ def seen(**changed):
         "resetting": False,
         "ready": False,
         "ready_ends": False,
+        "ready_is_loss": False,
     }
     return Seen(**{**usual, **changed})
 
@@ -129,7 +130,9 @@ def seen(**changed):
         (AutoresetMode.NEXT_STEP, seen(ended=True), False, True, False),
         (AutoresetMode.NEXT_STEP, seen(resetting=True), False, True, False),
         (AutoresetMode.NEXT_STEP, seen(ready=True), False, False, True),
-        (AutoresetMode.NEXT_STEP, seen(ready=True, ready_ends=True), False, True, False),
+        (AutoresetMode.NEXT_STEP, seen(ready=True, ready_ends=True), False, False, False),
+        (AutoresetMode.SAME_STEP, seen(ready=True, ready_ends=True), False, False, True),
+        (AutoresetMode.NEXT_STEP, seen(ready=True, ready_is_loss=True), False, False, False),
         (AutoresetMode.DISABLED, seen(ready=True, ready_ends=True), False, False, False),
         (AutoresetMode.NEXT_STEP, seen(started=False), False, False, False),
     ],

@@ -136,6 +136,10 @@ def test_methods_and_attributes_reach_the_environments() -> None:
             assert envs.get_attr("level", indices=1) == [5]
             envs.set_attr("level", 7)
             assert envs.get_attr("level", indices=[0, 2]) == [7, 7]
+            envs.set_attr("mood", "new", indices=[0, 2])
+            assert envs.get_attr("mood", indices=[2, 0]) == ["new", "new"]
+            with pytest.raises((AttributeError, ClusterEnvError), match="mood"):
+                envs.get_attr("mood", indices=1)
             assert envs.has_attr("level")
             assert not envs.has_attr("no_such_thing")
 
@@ -211,6 +215,7 @@ def test_make_sb3_records_episodes_once() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)
 def test_ppo_learns_cartpole() -> None:
     envs = make_sb3("CartPole-v1", num_envs=8, backend=clusterenv.Local(workers=2))
     model = sb3.PPO(

@@ -11,15 +11,19 @@ import sys
 import time
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
 import clusterenv as ce
 import real
 from closing import close_while, stopped
+from clusterenv.backends.network import agent_command
 from clusterenv.backends.slurm import job_script, srun_command
 from clusterenv.cli import main
-from experiments.arms import Arm
+from clusterenv.spec import blueprint
+from container import MARK, Podman
+from experiments.arms import TASKS, Arm
 from experiments.run import run_arm
 from stepping import joined, step_until
 
@@ -95,11 +99,28 @@ def test_every_value_is_quoted():
     assert srun_command(ours, "n1", Path("/f/n.sh"))[-2:] == ["bash", "/f/n.sh"]
 
 
+def test_what_nodes_are_started_through():
+    key, log = Path("/keys/node-0.key"), Path("/logs/n.log")
+    for wrap in (["podman", "run", "--volume=/my work:/w", "image"], "podman run '--volume=/my work:/w' image"):
+        ours = ce.Slurm(nodes=1, setup=["module load podman"], wrap=wrap, python="/opt/bin/python3")
+        script = job_script(ours, "job", agent_command(key, python=ours.python), log, Path("/work"))
+        assert script.splitlines()[-2:] == [
+            "module load podman",
+            "exec podman run '--volume=/my work:/w' image /opt/bin/python3 -m clusterenv node --join /keys/node-0.key",
+        ]
+    assert agent_command(key)[0] == sys.executable
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"wrap": "podman 'run"}, r"wrap=\"podman 'run\"\): expected a string or a list of words"),
+        ({"wrap": ["podman", 1]}, "list of strings"),
+        ({"wrap": 1}, "list of strings"),
+        ({"wrap": ["a\nb"]}, "line break"),
+        ({"python": ""}, "python=''.*interpreter"),
         ({"partition": "a\nb"}, "line break"),
-        ({"setup": "module load"}, "list of shell lines"),
+        ({"setup": "module load"}, "expected a list of strings"),
         ({"mode": "magic"}, "srun"),
         ({"nodes": 0}, "1 or more"),
         ({"min_nodes": 3}, "between 1 and nodes=2"),
@@ -113,6 +134,9 @@ def test_bad_options(options, message):
 def test_script_on_the_command_line(capsys):
     assert main(["script", "slurm", "nodes=4", "partition=cpu", 'setup=["module load x"]']) == 0
     assert "#SBATCH --partition=cpu\nmodule load x\nexec " in capsys.readouterr().out
+    assert main(["script", "slurm", "folder=/keys", "wrap=conda run -n x", "python=python3"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "exec conda run -n x python3 -m clusterenv node --join /keys/clusterenv-RUN/node-0.key"
     assert main(["script", "slurm", "partitoin=cpu"]) == 2
     assert "partitoin" in capsys.readouterr().err
 
@@ -144,7 +168,8 @@ def test_no_slurm_here(monkeypatch, tmp_path):
 def test_what_sbatch_refuses_is_quoted(tmp_path, options, message):
     with pytest.raises(ce.StartError, match=f"(?s)sbatch says: .*{message}"):
         make(tmp_path, **options)
-    assert not real.running["slurm"].queue() and not list((tmp_path / "keys").glob("clusterenv-*"))
+    await_empty_queue()  # a job of the test before may still be on its way out
+    assert not list((tmp_path / "keys").glob("clusterenv-*"))
 
 
 @on_slurm
@@ -343,9 +368,14 @@ def test_a_controller_that_does_not_answer_is_told(tmp_path):
 
 
 INSIDE = """
-import clusterenv as ce, numpy as np
-backend = ce.Slurm(nodes=2, mode="srun", interface="lo", folder={folder!r}, heartbeat={fast})
-with ce.ClusterEnv("CartPole-v1", 4, backend=backend) as envs:
+import logging, os, clusterenv as ce, gymnasium as gym, numpy as np
+class Seen(gym.Wrapper):
+    wrapped = property(lambda self: os.environ.get("WRAPPED"))
+logging.basicConfig(level=logging.INFO)
+options = dict(interface="lo", folder={folder!r}, heartbeat={fast}, wrap="env WRAPPED=yes")
+backend = ce.Slurm(nodes=2, mode="srun", **options)
+with ce.ClusterEnv([lambda: Seen(gym.make("CartPole-v1"))] * 4, backend=backend) as envs:
+    print("wrapped", envs.get_attr("wrapped"))
     batch = envs.collector(ce.RandomPolicy(), seed=1).rollout(16)
     print("valid", batch.valid.all(), [e.kind for e in envs.events()])
 try:
@@ -367,9 +397,52 @@ def test_steps_within_an_allocation(tmp_path):
     text = log.read_text()
     assert done.returncode == 0, text
     assert "valid True" in text and "2 steps on node" in text
+    assert f"wrapped {('yes',) * 4}" in text
     own = re.search(r"has 2 nodes besides (node\d), where this script runs", text)
     assert own is not None and own[1] not in re.search(r"2 steps on (.*);", text)[1]
     await_empty_queue()
+
+
+def collect_until(collector, condition, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        collector.rollout(32)
+
+
+class Inside(gym.Wrapper):
+    @property
+    def is_in_the_image(self):
+        return MARK.exists()
+
+
+@on_slurm
+@pytest.mark.timeout(900)  # the image is made on the first run
+def test_nodes_started_through_a_container(tmp_path):
+    """Another interpreter, in a container: it joins, collects, hears SIGTERM, and leaves nothing."""
+    interpreter = str(Path(sys.base_prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}"))
+    thunks = [lambda: Inside(gym.make(ID))] * 4
+    with Podman() as podman:
+        backend = slurm(tmp_path, wrap=podman.command(mounts=[tmp_path]), python=interpreter)
+        with ce.ClusterEnv(thunks, backend=backend, recovery=RECOVERY) as envs:
+            assert envs.get_attr("is_in_the_image") == (True,) * 4 and not MARK.exists()
+            collector = envs.collector(policy(), seed=1)
+            assert collector.rollout(16).valid.all() and len(podman.containers()) == 2
+            first, second = jobs()
+            # As before a time limit: to podman alone, which hands it on.
+            subprocess.run(["scancel", "--batch", "--signal=TERM", first], check=True)
+            collect_until(collector, lambda: joined(envs) == 3)
+            # To all processes of the job, but not of the container: there the head tells the agent.
+            subprocess.run(["scancel", second], check=True)
+            collect_until(collector, lambda: joined(envs) == 4)
+            lost = [event.reason for event in envs.events() if event.kind == "node_lost"]
+            assert len(lost) == 2 and "preempted" in lost[0], lost
+            assert collector.rollout(8).valid.all() and len(podman.containers()) == 2
+        await_empty_queue()
+        deadline = time.monotonic() + 20
+        while left := podman.containers():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.2)
 
 
 @on_slurm
@@ -382,5 +455,6 @@ def test_four_nodes_pull_what_the_virtual_cluster_pulls(tmp_path):
     for name in ("versions", "pulls", "pulled", "forms", "weight_bytes", "late_return", "final_return"):
         assert real_one[name] == virtual[name], name
     assert real_one["pulls"] > 4 * 2
-    assert real_one["sent_bytes"] == pytest.approx(virtual["sent_bytes"], rel=0.05)
+    code = len(blueprint(TASKS[arm.task].env, 4, None, is_remote=True).payload)  # which a virtual node has already
+    assert real_one["sent_bytes"] == pytest.approx(virtual["sent_bytes"] + 4 * code, rel=0.05)
     print({name: (real_one[name], virtual[name]) for name in ("pulls", "weight_bytes", "sent_bytes")})

@@ -21,6 +21,8 @@ from clusterenv.pool.processes import ProcessCrew
 from test_collector import Ledger, constant, ledger
 from toys import Trouble
 
+TWO = ce.Local(workers=2, preload=("torch",))  # imported once, not by each worker
+
 
 class Follow:
     """The book: each slot's rows must go on where they left off, fragment by fragment."""
@@ -99,7 +101,7 @@ def test_min_envs_puts_fragments_together():
 def test_published_weights_arrive_between_fragments_and_old_data_can_be_refused():
     module = nn.Linear(4, 2)
     policy = ce.TorchPolicy(module, dist="categorical")
-    with ce.ClusterEnv("CartPole-v1", 4, backend=ce.Local(workers=2)) as envs:
+    with ce.ClusterEnv("CartPole-v1", 4, backend=TWO) as envs:
         collector = envs.collector(policy, seed=1)
         versions, last = [], defaultdict(int)
         for batch in collector.stream(8, max_staleness=4):
@@ -130,7 +132,7 @@ def test_published_weights_arrive_between_fragments_and_old_data_can_be_refused(
 def test_aps_in_a_stream_saves_pulls():
     module = nn.Linear(4, 2)
     policy = ce.TorchPolicy(module, dist="categorical")
-    with ce.ClusterEnv("CartPole-v1", 4, backend=ce.Local(workers=2)) as envs:
+    with ce.ClusterEnv("CartPole-v1", 4, backend=TWO) as envs:
         collector = envs.collector(policy, seed=1, sync=ce.APS(threshold=0.05))
         for i, _ in enumerate(collector.stream(16)):
             with torch.no_grad():
@@ -174,7 +176,7 @@ def test_misuse_is_named():
     with ledger(4, 2) as envs:
         collector = envs.collector(constant(), seed=1)
         for wrong, match in (({"num_steps": 0}, "num_steps=0"), ({"num_steps": 1, "min_envs": 9}, "min_envs=9")):
-            with pytest.raises(ce.UsageError, match=match):
+            with pytest.raises(ce.SpecError, match=match):
                 collector.stream(**wrong)
         stream = collector.stream(5)
         next(stream)
@@ -190,7 +192,7 @@ def test_misuse_is_named():
 
 def test_a_policy_that_fails_ends_the_stream_by_name():
     module = nn.Linear(4, 2)
-    with ce.ClusterEnv("CartPole-v1", 4, backend=ce.Local(workers=2)) as envs:
+    with ce.ClusterEnv("CartPole-v1", 4, backend=TWO) as envs:
         collector = envs.collector(ce.TorchPolicy(module, dist="categorical"), seed=1)
         with pytest.raises(ce.PolicyError, match="not finite"):
             for i, _ in enumerate(collector.stream(5)):
@@ -302,7 +304,7 @@ def test_a_worker_that_reads_its_weights_late_still_gets_those_it_was_told_of():
 def test_what_would_be_dropped_for_its_age_makes_its_node_pull():
     """A rule that puts up with old weights and a bound that drops what they do would otherwise wait for ever."""
     policy = ce.TorchPolicy(torch.nn.Linear(4, 2), dist="categorical")
-    with ce.ClusterEnv("CartPole-v1", 4, backend=ce.Local(workers=2)) as envs:
+    with ce.ClusterEnv("CartPole-v1", 4, backend=TWO) as envs:
         collector = envs.collector(policy, seed=1, sync=ce.APS(threshold=0.5))
         lags = []
         for batch in collector.stream(8, max_staleness=5, timeout_s=20):

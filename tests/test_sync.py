@@ -116,6 +116,8 @@ def test_kl_foretells_the_effective_sample_size():
         (ce.APS(), 1, 2, (0.009, 0.0), False),
         (ce.APS(threshold=0.02), 1, 2, None, True),
         (ce.APS(threshold=0.0), 1, 2, (0.0, 0.0), False),
+        (ce.APS(), 1, 2, (math.nan, 0.0), True),
+        (ce.APS(), 1, 2, (0.001, math.nan), True),
         (lambda standing: standing.lag > 2, 1, 4, None, True),
         (lambda standing: standing.lag > 2, 1, 3, None, False),
     ],

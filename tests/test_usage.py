@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -38,10 +41,10 @@ def envs():
         (("CartPole-v1", -3), {}, "num_envs=-3"),
         (("CartPole-v1", 2.5), {}, "num_envs=2.5"),
         (([],), {}, "empty list"),
-        (([lambda: None, 3],), {}, r"env\[1\] is 3"),
+        (([lambda: None, 3],), {}, r"env\[1\]=3"),
         (([lambda: Trouble()] * 2, 3), {}, "num_envs=3 but env has 2"),
         ((lambda: Trouble(), 2), {"env_kwargs": {"a": 1}}, "env_kwargs goes with"),
-        ((42,), {}, "env is int"),
+        ((42,), {}, "env=42"),
         ((ce.Vector(lambda n, seeds: None),), {}, "needs num_envs"),
         (("CartPole-v1", 2), {"autoreset_mode": "Sometimes"}, "autoreset_mode='Sometimes'"),
     ],
@@ -334,3 +337,51 @@ def test_import_is_light():
         "'stable_baselines3', 'multiprocessing.resource_tracker'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_dir_lists_what_there_is_to_use_and_nothing_else():
+    names = dir(ce)
+    assert "TorchPolicy" in names and set(names) == set(ce.__all__)
+    assert {"backends", "errors", "env", "pool", "Any"}.isdisjoint(names)
+    with pytest.raises(AttributeError, match="no attribute 'Slrum'") as caught:
+        ce.Slrum  # noqa: B018
+    assert caught.value.obj is ce and caught.value.name == "Slrum", "so that Python can suggest Slurm"
+
+
+def test_type_checkers_see_torch_policy(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import clusterenv as ce\nreveal_type(ce.TorchPolicy)\nce.Slrum\n")
+    command = ["mypy", "--no-site-packages", "--ignore-missing-imports", f"--cache-dir={tmp_path}", str(script)]
+    env = {**os.environ, "MYPYPATH": str(Path(ce.__file__).parents[1])}
+    said = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, env=env, timeout=100).stdout
+    assert "-> clusterenv.policy.torch.TorchPolicy" in said, said
+    assert 'Module has no attribute "Slrum"' in said, said
+
+
+def test_a_batch_prints_shapes_and_counts():
+    recovery = ce.Recovery(backoff_s=(0, 0))
+    thunks = [lambda: Trouble(0), lambda: Trouble(1, "raise", at=6, always=True)]
+    with ce.ClusterEnv(thunks, backend=ce.Local(workers=0), recovery=recovery) as envs:
+        collector = envs.collector(ce.RandomPolicy(), seed=1)
+        collector.rollout(4)
+        batch = collector.rollout(16)
+        text = repr(batch)
+        assert text.startswith(
+            "Rollout(16 steps x 2 environments, 15 of 32 rows invalid, version 0, Episodes(2 ended, "
+        )
+        assert text.endswith("obs: float64[16, 2, 4], actions: int64[16, 2])") and "array(" not in text
+        assert repr(batch.torch()).endswith("obs: float32[16, 2, 4], actions: int64[16, 2])")
+        assert repr(batch.flatten()).startswith("Rollout(32 steps, 15 of 32 rows invalid, version 0, ")
+        assert repr(batch.transitions()).startswith("Transitions(obs: float64[17, 4], actions: int64[17], rewards: ")
+        assert repr(batch.episodes) == "Episodes(2 ended, mean return 10, length 10)"
+        two = dataclasses.replace(
+            batch,
+            obs={"a": batch.obs, "b": (batch.rewards,)},
+            versions=batch.versions + np.arange(2),
+            infos={"speed": batch.rewards, "_speed": batch.valid},
+        )
+        assert "versions 0 to 1" in repr(two) and "infos['speed']: float64[16, 2]" in repr(two)
+        assert "obs: {'a': float64[16, 2, 4], 'b': (float64[16, 2])}" in repr(two)
+    assert repr(ce.batch.Episodes()) == "Episodes(none ended)"
+    evaluation = ce.batch.Evaluation(np.ones(3), np.ones(3), np.arange(3), [])
+    assert repr(evaluation) == "Evaluation(3 episodes, return 1 ± 0)"

@@ -30,7 +30,7 @@ def test_its_nodes_do_what_one_machine_does():
     """Node by node the same slots, seeds, actions, versions and bytes as one pool of two workers."""
     runs = []
     for make in (
-        lambda: ce.ClusterEnv(ID, 12, backend=ce.Local(workers=2)),
+        lambda: ce.ClusterEnv(ID, 12, backend=ce.Local(workers=2, preload=("torch",))),
         lambda: ce.ClusterEnv(ID, 12, backend=Virtual(1)),
         lambda: ce.ClusterEnv(ID, 12, backend=Virtual(4)),
     ):

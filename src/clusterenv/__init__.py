@@ -1,12 +1,13 @@
 """ClusterEnv: Gymnasium environments on a cluster, while the learner stays yours."""
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 from clusterenv._version import __version__
 from clusterenv.backends import Kubernetes, Local, Manual, Ray, Slurm
 from clusterenv.batch import Rollout
 from clusterenv.collector import Collector
-from clusterenv.env import ClusterEnv, make_vec
+from clusterenv.env import ClusterEnv
 from clusterenv.errors import (
     ActionError,
     ClosedError,
@@ -24,10 +25,14 @@ from clusterenv.errors import (
     WorkerLostError,
 )
 from clusterenv.events import Event
+from clusterenv.making import make_vec
 from clusterenv.policy.numpy import NumpyPolicy, RandomPolicy
 from clusterenv.policy.sync import APS, Always, Every, Never
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Vector
+
+if TYPE_CHECKING:  # torch is imported by those who use it: __getattr__ below
+    from clusterenv.policy.torch import TorchPolicy
 
 __all__ = [
     "ClusterEnv",
@@ -67,9 +72,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "TorchPolicy":  # torch is imported by those who use it
-        from clusterenv.policy.torch import TorchPolicy
+if not TYPE_CHECKING:  # or a type checker would take any name for one of ours
 
-        return TorchPolicy
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name == "TorchPolicy":
+            from clusterenv.policy.torch import TorchPolicy
+
+            return TorchPolicy
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

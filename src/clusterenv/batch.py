@@ -21,7 +21,7 @@ def _no_ints() -> Any:
     return np.zeros(0, dtype=np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Episodes:
     """One row per episode that ended in a rollout, in the order of (t, slot)."""
 
@@ -35,8 +35,13 @@ class Episodes:
     def __len__(self) -> int:
         return len(self.slots)
 
+    def __repr__(self) -> str:
+        if not len(self):
+            return "Episodes(none ended)"
+        return f"Episodes({len(self)} ended, mean return {self.returns.mean():.4g}, length {self.lengths.mean():.4g})"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """Whole episodes, in the order of their seeds."""
 
@@ -53,6 +58,10 @@ class Evaluation:
     @property
     def std(self) -> float:
         return float(self.returns.std())
+
+    def __repr__(self) -> str:
+        recorded = f", {len(self.frames)} recorded" if self.frames else ""
+        return f"Evaluation({len(self.returns)} episodes, return {self.mean:.4g} ± {self.std:.4g}{recorded})"
 
     def save_gif(self, path: str | os.PathLike[str], episode: int = 0, fps: int = 30) -> None:
         """Write a recorded episode as an animated GIF (needs Pillow)."""
@@ -86,8 +95,11 @@ class Transitions(NamedTuple):
     next_obs: Any
     terminations: Any
 
+    def __repr__(self) -> str:
+        return f"Transitions({', '.join(f'{name}: {shape_of(getattr(self, name))}' for name in self._fields)})"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Rollout:
     """T steps of N environments, acted by the workers.
 
@@ -125,6 +137,22 @@ class Rollout:
     @property
     def num_envs(self) -> int:
         return int(self.rewards.shape[1])
+
+    def __repr__(self) -> str:
+        """Shapes and counts, for a look at a batch; the arrays print themselves."""
+        size = int(np.prod(self.rewards.shape))
+        invalid = size - int(self.valid.sum())
+        first, last = (int(self.versions.min()), int(self.versions.max())) if size else (-1, -1)
+        shown = {"obs": self.obs, "actions": self.actions, "action_masks": self.action_masks}
+        shown |= {f"infos[{key!r}]": value for key, value in self.infos.items() if f"_{key}" in self.infos}
+        parts = [
+            f"{self.num_steps} steps" + (f" x {self.num_envs} environments" if self.rewards.ndim > 1 else ""),
+            f"{invalid} of {size} rows invalid" if invalid else "all rows valid",
+            f"version {first}" if first == last else f"versions {first} to {last}",
+            repr(self.episodes),
+            *(f"{name}: {shape_of(values)}" for name, values in shown.items() if values is not None),
+        ]
+        return f"Rollout({', '.join(parts)})"
 
     def next_obs(self) -> Any:
         """[T, N, ...]: the observation after each step; of the same episode, also where it ended."""
@@ -190,6 +218,15 @@ def map_arrays(function: Callable[..., Any], first: Any, *others: Any) -> Any:
     if isinstance(first, (tuple, list)):
         return tuple(map_arrays(function, *items) for items in zip(first, *others, strict=True))
     return function(first, *others)
+
+
+def shape_of(values: Any) -> str:
+    """Return dtype and shape of an array or tensor, or of each in a dict or tuple."""
+    if isinstance(values, dict):
+        return "{" + ", ".join(f"{key!r}: {shape_of(value)}" for key, value in values.items()) + "}"
+    if isinstance(values, (tuple, list)):
+        return f"({', '.join(map(shape_of, values))})"
+    return f"{str(values.dtype).removeprefix('torch.')}{list(values.shape)}"
 
 
 def _concat(first: Any, second: Any) -> Any:

@@ -9,6 +9,8 @@ import logging
 import os
 import signal
 import sys
+import tempfile
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -110,36 +112,59 @@ def run_node(args: argparse.Namespace) -> int:
 def print_script(backend: str, options: list[str]) -> int:
     from clusterenv.errors import SpecError
 
-    given = {"nodes": 1, **dict(map(_option, options))}
     try:
-        print(_slurm_script(given) if backend == "slurm" else _kubernetes_manifests(given))
-    except (TypeError, SpecError) as error:
+        print(_slurm_script(options) if backend == "slurm" else _kubernetes_manifests(options))
+    except SpecError as error:
         print(f"clusterenv script: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _slurm_script(options: dict[str, Any]) -> str:
+def _slurm_script(options: list[str]) -> str:
+    from clusterenv.backends.network import agent_command
     from clusterenv.backends.slurm import Slurm, job_script
 
-    folder = Path("~/.clusterenv").expanduser()
-    command = [sys.executable, "-m", "clusterenv", "node", "--join", str(folder / "clusterenv-RUN" / "node-0.key")]
+    slurm = _made(Slurm, options)
+    folder = Path(slurm.folder or tempfile.gettempdir()).expanduser()
+    command = agent_command(folder / "clusterenv-RUN" / "node-0.key", python=slurm.python)
     log = folder / "logs" / "RUN" / "node-0.log"
-    return job_script(Slurm(**options), "clusterenv-RUN", command, log, Path.cwd()).rstrip()
+    return job_script(slurm, "clusterenv-RUN", command, log, Path.cwd()).rstrip()
 
 
-def _kubernetes_manifests(options: dict[str, Any]) -> str:
+def _kubernetes_manifests(options: list[str]) -> str:
     from clusterenv.backends.kubernetes import Kubernetes, pod_manifest, run_manifest, secret_manifest
 
     owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": "clusterenv-RUN", "uid": "..."}
-    pod = pod_manifest(Kubernetes(**options), "RUN", 0, "clusterenv-RUN-0-1", [], owner)
+    pod = pod_manifest(_made(Kubernetes, options), "RUN", 0, "clusterenv-RUN-0-1", [], owner)
     items = [run_manifest("RUN", 60.0), secret_manifest("RUN", 0, "...", owner), pod]
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2)
 
 
-def _option(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+def _made(backend: type[Any], options: list[str]) -> Any:
+    """Return the backend with these NAME=VALUE options; a value is JSON where its field takes that, or plain text."""
+    from clusterenv.arguments import closest, field_kinds, fits
+    from clusterenv.errors import SpecError
+
+    kinds = field_kinds(backend)
+    given: dict[str, Any] = {"nodes": 1}
+    for option in options:
+        name, equals, text = option.partition("=")
+        if not equals:
+            raise SpecError(f"{option!r}: expected NAME=VALUE, such as {name}=...")
+        if name not in kinds:
+            near = closest(name, kinds)
+            hint = f"did you mean {near}=...?" if near else f"there are {', '.join(sorted(kinds))}"
+            raise SpecError(f"{option!r}: {backend.__name__} has no option {name!r}; {hint}")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        given[name] = value if fits(value, kinds[name]) else text
+    missing = [field.name for field in fields(backend) if _is_required(field) and field.name not in given]
+    if missing:
+        raise SpecError(f"{backend.__name__} needs {missing[0]}: write {missing[0]}=...")
+    return backend(**given)
+
+
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING

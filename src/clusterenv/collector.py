@@ -16,9 +16,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from gymnasium import Space
 
+from clusterenv.arguments import expect, fits, refused
 from clusterenv.assembly import Part, put_together, size_of
 from clusterenv.batch import Evaluation, Receipt, Rollout, map_arrays
-from clusterenv.code import dumps
+from clusterenv.code import carry, dumps, why
 from clusterenv.errors import PolicyError, UsageError
 from clusterenv.events import Event, emit
 from clusterenv.policy import as_policy
@@ -33,6 +34,7 @@ from clusterenv.policy.sync import APS, Always, Rule
 from clusterenv.pool import Pool
 from clusterenv.pool.arena import Side
 from clusterenv.pool.collecting import Attached
+from clusterenv.pool.key_watch import KeyWatch
 from clusterenv.pool.messages import FragmentResult
 from clusterenv.pool.streaming import FragmentStream, Item
 from clusterenv.tally import Tally
@@ -49,12 +51,14 @@ class Home(Protocol):
     attached: Collector | None
     is_remote: bool
     allow_pickle: bool
+    known_packages: frozenset[str]
+    """The user's own packages that the nodes were asked about when they joined."""
     single_observation_space: Space[Any]
     single_action_space: Space[Any]
 
     @property
     def pool(self) -> Pool: ...
-    def ready_to_collect(self, collector: Collector) -> None: ...
+    def ready_to_collect(self, collector: Collector, call: str) -> None: ...
 
 
 class Collector:
@@ -72,8 +76,11 @@ class Collector:
         prefetch: bool = False,
         codec: Codec | None = None,
     ) -> None:
-        if on_loss not in ("rerun", "mask"):
-            raise UsageError(f'collector(on_loss={on_loss!r}): choose "rerun" or "mask"')
+        expect("collector", "info_keys", info_keys, Sequence[str])
+        expect("collector", "seed", seed, int | None, least=0)
+        expect("collector", "on_loss", on_loss, Literal["rerun", "mask"])
+        expect("collector", "prefetch", prefetch, bool)
+        seed = None if seed is None else int(seed)
         self._envs = envs
         self._pool = envs.pool
         self.seed = seed
@@ -84,9 +91,12 @@ class Collector:
         prepared = self._policy.prepare(envs.single_observation_space, envs.single_action_space)
         emit(logging.INFO, f"policy recognised: {prepared.description}")
         try:
-            recipe = dumps(prepared.recipe, by_value=envs.is_remote)
+            is_sent = envs.is_remote and envs.allow_pickle
+            recipe = carry(prepared.recipe, envs.known_packages) if is_sent else dumps(prepared.recipe)
         except Exception as error:  # pickling runs user code (__reduce__), which may raise anything
-            raise PolicyError(f"the policy cannot be pickled, so it cannot travel to the workers: {error!r}") from error
+            what = f"{type(error).__name__}: {why(error)}"
+            raise PolicyError(f"the policy cannot be pickled, so it cannot travel to the workers: {what}") from error
+        self._pool.need_packages(getattr(self._policy, "packages", ()))
         own_seed = secrets.randbits(128) if seed is None else seed
         travels = recipe if envs.allow_pickle else named(self._policy)
         self._attached = Attached(travels, prepared.family, prepared.mask, own_seed, tuple(info_keys))
@@ -95,6 +105,8 @@ class Collector:
             codec = "auto" if envs.is_remote and isinstance(rule, APS) else "fp32"
         self._exchange = Exchange(self._policy, recipe, prepared.family, rule, max(self._pool.node_of) + 1, codec)
         self._is_recurrent = prepared.is_recurrent
+        in_obs = prepared.mask in getattr(envs.single_observation_space, "spaces", {})
+        self._watch = KeyWatch(None if in_obs else prepared.mask, ())  # of `step(agent)`; fragments have their own
         self._sample_every: int | None = None  # of its own; for experiments
         self._was_overdue = False
         workers = len(self._pool.slots_of)
@@ -112,9 +124,10 @@ class Collector:
             timeout_s: raise `DeadlineError` after this time; the next call goes on waiting for the same fragment.
             copy: False returns views of shared memory, valid until the rollout after the next.
         """
-        if num_steps < 1:
-            raise UsageError(f"rollout(num_steps={num_steps}): expected 1 or more")
-        self._envs.ready_to_collect(self)
+        expect("rollout", "num_steps", num_steps, int, least=1)
+        expect("rollout", "timeout_s", timeout_s, float | None, least=0)
+        expect("rollout", "copy", copy, bool)
+        self._envs.ready_to_collect(self, "rollout")
         begin = time.perf_counter()
         desk = self._pool.desk
         if desk.is_under_way and self._envs.attached is not self:
@@ -128,11 +141,8 @@ class Collector:
             self.publish()
             self._start(num_steps)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        side, results = desk.take(deadline, timeout_s)
-        parts = [
-            self._part(worker, side, results.get(worker), self._pool.incarnations(slots))
-            for worker, slots in enumerate(self._pool.slots_of)
-        ]
+        side, taken = desk.take(deadline, timeout_s)
+        parts = [self._part(worker, side, *fragment) for worker, fragment in enumerate(taken)]
         batch = self._batch(parts, num_steps, copy)
         if self._prefetch:
             self.publish()
@@ -160,21 +170,20 @@ class Collector:
             queue: how many fragments a worker runs ahead. More smooths, and makes the data older.
             timeout_s: raise `DeadlineError` when nothing arrives for so long.
         """
-        if num_steps < 1 or queue < 1:
-            raise UsageError(f"stream(num_steps={num_steps}, queue={queue}): expected 1 or more")
+        expect("stream", "num_steps", num_steps, int, least=1)
+        expect("stream", "queue", queue, int, least=1)
+        expect("stream", "min_envs", min_envs, int | None)
         if min_envs is not None and not 1 <= min_envs <= self._pool.num_envs:
-            raise UsageError(f"stream(min_envs={min_envs}): expected 1 to {self._pool.num_envs}")
-        if max_staleness is not None and max_staleness < 0:
-            raise UsageError(f"stream(max_staleness={max_staleness}): expected 0 or more")
+            raise refused("stream", "min_envs", min_envs, f"1 to {self._pool.num_envs}, or None")
+        expect("stream", "max_staleness", max_staleness, int | None, least=0)
+        expect("stream", "timeout_s", timeout_s, float | None, least=0)
         return self._stream(num_steps, min_envs or 1, max_staleness, queue, timeout_s)
 
     def _stream(
         self, num_steps: int, min_envs: int, max_staleness: int | None, queue: int, timeout_s: float | None
     ) -> Generator[Rollout, None, None]:
-        self._envs.ready_to_collect(self)
+        self._envs.ready_to_collect(self, "stream")
         desk = self._pool.desk
-        if desk.is_under_way:
-            raise UsageError("stream() while a prefetched fragment is under way: take it with rollout() first")
         if self._exchange.publisher.version < 0:
             self.publish()
         self._set_up_samples(num_steps)
@@ -215,7 +224,7 @@ class Collector:
 
     def _count_time(self, begin: float) -> float:
         now = time.perf_counter()
-        self._tally.collecting_s += now - begin
+        self._tally.spent(now - begin)
         return now
 
     def _feed(self, stream: FragmentStream, max_staleness: int | None) -> None:
@@ -234,11 +243,24 @@ class Collector:
         self._pool.events.add(event, level=logging.DEBUG)
         return True
 
+    def count_dropped(self, fragments: int) -> None:
+        """These were given up before anybody took them."""
+        self._tally.counts["dropped_fragments"] += fragments
+
     def hand_over(self) -> dict[str, Any]:
         """The agent as it is now is what the workers have; returns its knobs."""
         self.publish()
         self._offer_all()
         return self._policy.knobs()
+
+    def look_at(self, infos: Mapping[str, Any], ended: bool) -> None:
+        """Take note of the infos of one `step(agent)`: a mask that never comes is worth a warning there too."""
+        if self._watch:
+            names = {*infos, *infos.get("final_info", ())}
+            self._watch.stepped({name: None for name in names if not (name[0] == "_" and name[1:] in names)})
+            missing = self._watch.episode_ended() if ended else None
+            if missing is not None:
+                self._pool.desk.tell_missing(missing, list(range(self._pool.num_envs)))
 
     def publish(self) -> int:
         """The agent's weights, if they changed, are the newest version from now on; returns its number.
@@ -364,14 +386,21 @@ class Collector:
         """Play whole episodes on environments of their own, in the same workers; training is not touched.
 
         Episode j is seeded with `seed + j`: the same agent has the same returns, whatever the number of workers.
+        Attributes that `set_attr` or sticky calls gave to the environments of the same slots are set here too.
 
         Args:
             agent: another agent of the same shape; None: the attached one, as it is now.
             record: bring the frames of so many episodes back; see `Evaluation.save_gif`.
         """
-        if episodes < 1 or not 0 <= record <= episodes:
-            raise UsageError(f"evaluate(episodes={episodes}, record={record}): expected episodes >= record >= 0")
-        self._envs.ready_to_collect(self)
+        if fits(agent, int):
+            raise refused("evaluate", "agent", agent, "an agent or None", f"write evaluate(episodes={agent})")
+        expect("evaluate", "episodes", episodes, int, least=1)
+        expect("evaluate", "deterministic", deterministic, bool)
+        expect("evaluate", "seed", seed, int, least=0)
+        expect("evaluate", "record", record, int, least=0)
+        if record > episodes:
+            raise refused("evaluate", "record", record, f"at most episodes={episodes}")
+        self._envs.ready_to_collect(self, "evaluate")
         if deterministic and isinstance(self._attached.family, Uniform):
             raise PolicyError("a random policy has no greedy action: evaluate(deterministic=False)")
         other, policy = None, self._policy
@@ -419,7 +448,11 @@ class Collector:
     # -- looking ----------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counters and times: in all, per worker, and under `nodes` what each machine has, pulled and sent."""
+        """Counters and times: in all, per worker, and under `nodes` what each machine has, pulled and sent.
+
+        `steps_per_s`, `worker_steps_per_s` and `time_shares` are of the recent batches: the first, in which the workers
+        started, counts only until there is a second.
+        """
         nodes = [holding.as_dict() for holding in self._exchange.holdings]
         sums = ("pulls", "weight_bytes", "evaluation_bytes", "drift_bytes", "fragment_bytes")
         stalest = max(nodes, key=lambda node: -1.0 if node["drift"] is None else node["drift"])

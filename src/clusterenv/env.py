@@ -18,11 +18,13 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from clusterenv.actions import ActionReader
+from clusterenv.arguments import closest, expect, refused
 from clusterenv.backends import Local
-from clusterenv.backends.base import Backend
+from clusterenv.backends.base import Backend, check_backend
 from clusterenv.collector import Collector
 from clusterenv.errors import ClosedError, PolicyError, SpecError, UsageError, WorkerLostError
 from clusterenv.events import Event, EventLog
+from clusterenv.phases import Phase, refusal
 from clusterenv.policy import is_agent
 from clusterenv.policy.packing import Codec
 from clusterenv.policy.sync import Rule
@@ -31,7 +33,7 @@ from clusterenv.pool.pool import Pool, Rows
 from clusterenv.recovery import Recovery
 from clusterenv.spec import blueprint
 
-__all__ = ["ClusterEnv", "make_vec"]
+__all__ = ["ClusterEnv"]
 
 StepResult = tuple[Any, Any, Any, Any, dict[str, Any]]
 
@@ -72,7 +74,10 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         copy: bool = True,
     ) -> None:
         backend = Local() if backend is None else backend
-        plan = blueprint(env, num_envs, env_kwargs, by_value=backend.is_remote, allow_pickle=backend.allow_pickle)
+        check_backend(backend)
+        expect("ClusterEnv", "recovery", recovery, Recovery | None)
+        expect("ClusterEnv", "copy", copy, bool)
+        plan = blueprint(env, num_envs, env_kwargs, is_remote=backend.is_remote, allow_pickle=backend.allow_pickle)
         mode = _autoreset_mode(autoreset_mode)
         if mode is None and not plan.is_vector:
             mode = AutoresetMode.NEXT_STEP
@@ -81,6 +86,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self.copy = copy
         self.spec: EnvSpec | None = plan.spec
         self.is_remote, self.allow_pickle = backend.is_remote, backend.allow_pickle
+        self.known_packages = frozenset(package.wanted.name for package in plan.packages)
         self._events = EventLog()
         pool = backend.start(plan, mode, recovery, self._events)
         self._pool = pool
@@ -99,7 +105,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self._stepper: Collector | None = None  # of `step(agent)`
         self.attached: Collector | None = None  # whose policy the workers have
         self._was_reset = False
-        self._stepping = False  # a whole step is under way, or was interrupted
+        self._interrupted = False  # a step or reset is under way, or ended by an exception: its rows are unknown
 
     # -- Gymnasium's face -------------------------------------------------------------------------------------
 
@@ -110,7 +116,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
         An int seeds slot i with `seed + i`; a list gives each slot its own. Rows still under way are given up.
         """
-        self._refuse_closed("reset")
+        self._refuse("reset")
+        expect("reset", "options", options, Mapping[Any, Any] | None)
         seeds, bases = self._seeds(seed)
         mask = None
         if options is not None and "reset_mask" in options:
@@ -120,21 +127,17 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             if not self._was_reset and not mask.all():
                 raise UsageError("the first reset() must be of all environments: leave reset_mask out")
         pool = self._pool
-        if pool.desk.is_streaming:
-            raise UsageError("reset() while a stream is open: leave its loop first (or close() the generator)")
-        pool.desk.abandon()
+        dropped = pool.desk.abandon()
+        if dropped and self.attached is not None:
+            self.attached.count_dropped(dropped)
+        self._interrupted = True
         pool.drain()
-        self._stepping = False
         pool.set_seed_base(bases)
         slots = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
-        try:
-            pool.send_reset(slots, [seeds[slot] for slot in slots], options)
-            pool.collect(len(slots), None)
-            rows = pool.deliver(self.copy)
-        except BaseException:
-            self._stepping = True
-            raise
-        self._was_reset = True
+        pool.send_reset(slots, [seeds[slot] for slot in slots], options)
+        pool.collect(len(slots), None)
+        rows = pool.deliver(self.copy)
+        self._was_reset, self._interrupted = True, False
         if mask is None:
             return rows.obs, rows.infos
         infos = _spread(rows.infos, rows.slots, self.num_envs)
@@ -146,26 +149,16 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         Given an agent instead (whatever `collector` takes), the workers choose the actions: `infos["action"]`,
         `infos["logprob"]` and `infos["policy_version"]` say what they did.
         """
-        self._refuse_unready("step")
+        self._refuse("step")
         pool = self._pool
-        if self._stepping:
-            raise UsageError("the last step was interrupted by an error or Ctrl-C: call reset() to go on")
-        if pool.desk.is_streaming:
-            raise UsageError("step() while a stream is open: leave its loop first (or close() the generator)")
-        if pool.desk.is_under_way:
-            raise UsageError("step() while a prefetched fragment is under way: take it with rollout(), or reset()")
-        if pool.in_flight:
-            raise UsageError(
-                f"step() while {int(pool.awaited.sum())} slots are in flight from send(): recv() them first, "
-                "or stay with send() and recv()"
-            )
         if actions.__class__ is not np.ndarray and is_agent(actions):
             return self._step_with(actions)
         objects = self._place(actions, None)
-        self._stepping = True
+        self._interrupted = True
         if objects is None and pool.step_all():
-            self._stepping = False
-            return pool.deliver_all(self.copy)
+            result = pool.deliver_all(self.copy)
+            self._interrupted = False
+            return result
         if objects is not None:
             pool.send_step(None, objects)
         return self._collect_step()
@@ -178,14 +171,16 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         knobs = collector.hand_over()
         pool = self._pool
         pool.acted = []
-        self._stepping = True
+        self._interrupted = True
         try:
             pool.desk.tell_all()
             pool.send_step(None, None, knobs)
             obs, rewards, terminations, truncations, infos = self._collect_step()
         except PolicyError:
-            self._stepping = pool.give_up_step()  # where nobody stepped, the same step can be tried again
+            self._interrupted = pool.give_up_step()  # where nobody stepped, the same step can be tried again
             raise
+        ended = (terminations | truncations) & infos.get("transition_valid", True)
+        collector.look_at(infos, bool(ended.any()))
         return obs, rewards, terminations, truncations, {**infos, **_acted_infos(pool.acted, self.num_envs)}
 
     def _collect_step(self) -> StepResult:
@@ -194,10 +189,10 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             pool.collect(self.num_envs, None)
         except WorkerLostError as error:
             error.rows = self._result(pool.deliver(True))
-            self._stepping = False
+            self._interrupted = False
             raise
         rows = pool.deliver(self.copy)
-        self._stepping = False
+        self._interrupted = False
         return self._result(rows)
 
     def render(self) -> tuple[Any, ...]:
@@ -209,23 +204,37 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
         With `sticky=True` the call is repeated on every later incarnation of a slot.
         """
-        self._refuse_closed("call")
-        self._refuse_in_flight("call")
+        self._refuse("call")
+        self._refuse_loaded("call", name)
         return tuple(self._pool.call(name, args, kwargs, sticky=sticky))
 
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Read an attribute of every environment."""
-        return self.call(name)
+    def get_attr(self, name: str, slots: Sequence[int] | None = None) -> tuple[Any, ...]:
+        """Read an attribute of every environment, or of those of `slots`, in that order."""
+        self._refuse("get_attr")
+        self._refuse_loaded("get_attr", name)
+        if slots is None:
+            return tuple(self._pool.call(name, (), {}))
+        chosen = self._some(slots, "get_attr")
+        values = dict(zip(sorted(chosen), self._pool.call(name, (), {}, slots=sorted(chosen)), strict=True))
+        return tuple(values[slot] for slot in chosen)
 
-    def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | Any) -> None:
-        """Set an attribute: one value for all, or a list with one each. Later incarnations get it too."""
-        self._refuse_closed("set_attr")
-        self._refuse_in_flight("set_attr")
+    def set_attr(
+        self, name: str, values: list[Any] | tuple[Any, ...] | Any, slots: Sequence[int] | None = None
+    ) -> None:
+        """Set an attribute: one value for all, or a list with one each. Later incarnations get it too.
+
+        With `slots`, only those environments are touched.
+        """
+        self._refuse("set_attr")
+        expect("set_attr", "name", name, str)
+        chosen = list(range(self.num_envs)) if slots is None else self._some(slots, "set_attr")
         if not isinstance(values, (list, tuple)):
-            values = [values] * self.num_envs
-        if len(values) != self.num_envs:
-            raise SpecError(f"set_attr: {len(values)} values for {self.num_envs} environments")
-        self._pool.set_attr(name, list(values))
+            values = [values] * len(chosen)
+        if len(values) != len(chosen):
+            raise SpecError(
+                f"set_attr({name!r}): {len(values)} values for {len(chosen)} environments; pass one, or one for each"
+            )
+        self._pool.set_attr(name, dict(zip(chosen, values, strict=True)))
 
     def scale(self, nodes: int) -> None:
         """Run on so many nodes from now on, up to the backend's `max_nodes`. `num_envs` stays.
@@ -235,6 +244,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         goes when its last slot has moved.
         """
         self._refuse_closed("scale")
+        expect("scale", "nodes", nodes, int, least=1)
         self._pool.scale(nodes)
 
     def close_extras(self, **kwargs: Any) -> None:
@@ -264,14 +274,12 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
     def send(self, actions: Any, slots: Sequence[int] | np.ndarray[Any, Any] | None = None) -> None:
         """Step some slots (None: all) without waiting: row i of `actions` is for `slots[i]`."""
-        self._refuse_unready("send")
-        if self._stepping:
-            raise UsageError("send() while a step() is under way or was interrupted: call reset() to go on")
+        self._refuse("send")
         if slots is None:
             chosen = None
             busy = bool(self._pool.awaited.any())
         else:
-            chosen = [operator.index(slot) for slot in slots]
+            chosen = _indices("send", "slots", slots)
             if not chosen:
                 raise UsageError("send(): slots is empty")
             if len(set(chosen)) != len(chosen) or min(chosen) < 0 or max(chosen) >= self.num_envs:
@@ -285,10 +293,12 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
     def recv(self, min_envs: int | None = None, timeout_s: float | None = None) -> StepResult:
         """Rows of at least `min_envs` slots (None: all in flight), ascending by slot; `infos["slot"]` names them."""
-        self._refuse_unready("recv")
+        self._refuse("recv")
+        if min_envs is not None:
+            expect("recv", "min_envs", min_envs, int)
+        if timeout_s is not None:
+            expect("recv", "timeout_s", timeout_s, float, least=0)
         in_flight = int(self._pool.awaited.sum())
-        if in_flight == 0:
-            raise UsageError("recv(): nothing is in flight; send() first")
         if min_envs is not None and not 1 <= min_envs <= in_flight:
             raise UsageError(f"recv(min_envs={min_envs}): {in_flight} slots are in flight")
         self._pool.collect(in_flight if min_envs is None else min_envs, timeout_s)
@@ -345,15 +355,11 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         """Where the environments are; for collectors."""
         return self._pool
 
-    def ready_to_collect(self, collector: Collector) -> None:
-        """Refuse a rollout that makes no sense now; reset if nobody has yet."""
-        self._refuse_closed("rollout")
+    def ready_to_collect(self, collector: Collector, call: str) -> None:
+        """Refuse a call of the collector that makes no sense now; reset if nobody has yet."""
+        self._refuse(call)
         if self._pool.is_vector:
             raise UsageError("a collector steps environments one by one: Vector(fn) has step(), send() and recv() only")
-        if self._pool.desk.is_streaming:
-            raise UsageError("a stream is open: leave its loop first (or close() the generator)")
-        if self._pool.in_flight or self._stepping:
-            raise UsageError("rollout() while a step is under way or was interrupted: recv() it, or reset()")
         if not self._was_reset:
             self.reset(seed=None if self._goes_on else collector.seed)
 
@@ -370,8 +376,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()` of an earlier run; the next `reset()` or `rollout()` begins new episodes."""
-        self._refuse_closed("load_state_dict")
-        self._refuse_in_flight("load_state_dict")
+        self._refuse("load_state_dict")
+        expect("load_state_dict", "state", state, Mapping[str, Any], hint="pass what state_dict() returned")
         if state.get("format") != 1:
             raise SpecError(f"load_state_dict: format {state.get('format')!r} is not known to this version")
         if state["num_envs"] != self.num_envs:
@@ -380,7 +386,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self._pool.load_state_dict(state["pool"])
         self._resumed = state["collector"]
         self._goes_on = True
-        self._was_reset = self._stepping = False
+        self._was_reset = self._interrupted = False
         reason = "resumed; episodes that were in flight begin anew"
         self._events.add(Event("resumed", reason, tuple(range(self.num_envs))), level=logging.INFO)
 
@@ -429,21 +435,18 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         if rows.lost:
             n = len(rows.slots)
             everyone = np.ones(n, dtype=np.bool_)
-            lost = list(rows.lost)
-            valid, gone = everyone.copy(), np.zeros(n, dtype=np.bool_)
-            valid[lost] = False
-            gone[lost] = True
+            valid, with_worker = everyone.copy(), np.zeros(n, dtype=np.bool_)
             reasons = np.full(n, None, dtype=object)
-            for row, reason in rows.lost.items():
-                reasons[row] = reason
+            for row, loss in rows.lost.items():
+                valid[row], with_worker[row], reasons[row] = False, loss.with_worker, loss.reason
             infos = {
                 **infos,
                 "transition_valid": valid,
                 "_transition_valid": everyone,
-                "worker_lost": gone,
+                "worker_lost": with_worker,
                 "_worker_lost": everyone.copy(),
                 "loss_reason": reasons,
-                "_loss_reason": gone.copy(),
+                "_loss_reason": ~valid,
             }
         return rows.obs, rows.rewards, rows.terminations, rows.truncations, infos
 
@@ -455,12 +458,13 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         if isinstance(seed, (list, tuple, np.ndarray)):
             if len(seed) != n:
                 raise SpecError(f"reset(seed=...): {len(seed)} seeds for {n} environments")
-            seeds = [None if value is None else operator.index(value) for value in seed]
+            try:
+                seeds = [None if value is None else operator.index(value) for value in seed]
+            except TypeError:
+                raise refused("reset", "seed", seed, "whole numbers, or None for a slot") from None
             return seeds, list(seeds)
-        try:
-            base = operator.index(seed)
-        except TypeError:
-            raise SpecError(f"reset(seed={seed!r}): expected an int, a list of ints, or None") from None
+        expect("reset", "seed", seed, int | Sequence[int] | None)
+        base = operator.index(seed)
         return [base + i for i in range(n)], [base] * n
 
     def _mask(self, mask: Any) -> Any:
@@ -472,33 +476,46 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             raise SpecError("options['reset_mask'] selects no environment")
         return mask
 
+    def _some(self, slots: Any, what: str) -> list[int]:
+        """Check slots whose attributes are read or set."""
+        chosen = _indices(what, "slots", slots)
+        if len(set(chosen)) != len(chosen) or not all(0 <= slot < self.num_envs for slot in chosen):
+            raise refused(what, "slots", slots, f"different slots within 0..{self.num_envs - 1}")
+        if self._pool.is_vector:
+            raise UsageError(f"{what}(slots=...): a Vector(fn) has attributes for all its slots; leave slots out")
+        return chosen
+
     def _refuse_closed(self, what: str) -> None:
         if self.closed or not self._finalizer.alive:
             raise ClosedError(f"{what}(): these environments were closed; make a new ClusterEnv")
 
-    def _refuse_unready(self, what: str) -> None:
-        self._refuse_closed(what)
+    @property
+    def _phase(self) -> Phase:
+        pool = self._pool
+        if self._interrupted:
+            return Phase.INTERRUPTED
         if not self._was_reset:
-            raise UsageError(f"{what}() before reset(): call reset() first")
+            return Phase.NEW
+        if pool.desk.is_streaming:
+            return Phase.STREAMING
+        if pool.desk.is_under_way:
+            return Phase.COLLECTING
+        return Phase.PARTIAL if pool.in_flight else Phase.IDLE
 
-    def _refuse_in_flight(self, what: str) -> None:
-        if self._pool.in_flight:
-            raise UsageError(f"{what}() while slots are in flight: recv() them first")
+    def _refuse(self, call: str) -> None:
+        """Raise where this call makes no sense now."""
+        self._refuse_closed(call)
+        text = refusal(call, self._phase)
+        if text is not None:
+            slots, num_steps = np.flatnonzero(self._pool.awaited).tolist(), self._pool.desk.num_steps
+            raise UsageError(text.format(slots=slots, num_steps=num_steps))
 
-
-def make_vec(id: str | EnvSpec, num_envs: int = 1, **kwargs: Any) -> ClusterEnv:
-    """The short form: arguments of `ClusterEnv` by name, all others go to the environment.
-
-    Example:
-        >>> import clusterenv as ce
-        >>> envs = ce.make_vec("CartPole-v1", num_envs=2, render_mode="rgb_array")
-        >>> envs.render_mode
-        'rgb_array'
-        >>> envs.close()
-    """
-    own = {key: kwargs.pop(key) for key in ("backend", "autoreset_mode", "recovery", "copy") if key in kwargs}
-    env_kwargs = {**(kwargs.pop("env_kwargs", None) or {}), **kwargs}
-    return ClusterEnv(id, num_envs, env_kwargs=env_kwargs, **own)
+    def _refuse_loaded(self, what: str, name: str) -> None:
+        if self._goes_on and not self._was_reset:
+            raise UsageError(
+                f"{what}({name!r}) after load_state_dict(): the environments begin anew with the next reset(), "
+                "with the attributes of the loaded state; call reset() first"
+            )
 
 
 def _acted_infos(parts: list[Acted], num_envs: int) -> dict[str, Any]:
@@ -515,14 +532,26 @@ def _acted_infos(parts: list[Acted], num_envs: int) -> dict[str, Any]:
     return {**infos, **{f"_{name}": there.copy() for name in infos}}
 
 
+def _indices(call: str, name: str, values: Any) -> list[int]:
+    """Return slots as ints; quick where they are some."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        hint = "write np.flatnonzero(mask)" if getattr(values, "dtype", None) == np.bool_ else ""
+        raise refused(call, name, values, "a list of whole numbers", hint) from None
+
+
 def _autoreset_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
     if mode is None or isinstance(mode, AutoresetMode):
         return mode
     try:
         return AutoresetMode(mode)
     except ValueError:
-        names = [m.value for m in AutoresetMode]
-        raise SpecError(f"autoreset_mode={mode!r}: choose an AutoresetMode, or one of {names}") from None
+        names = [known.value for known in AutoresetMode]
+        near = closest(mode, names) if isinstance(mode, str) else None
+        wanted = f"an AutoresetMode, or one of {', '.join(names)}"
+        hint = f'did you mean "{near}"?' if near else ""
+        raise refused("ClusterEnv", "autoreset_mode", mode, wanted, hint) from None
 
 
 def _spread(infos: dict[str, Any], slots: Any, n: int) -> dict[str, Any]:

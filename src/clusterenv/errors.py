@@ -31,7 +31,7 @@ class ClusterEnvError(Exception):
 
 
 class SpecError(ClusterEnvError, ValueError):
-    """The description of the environments is wrong: an argument of `ClusterEnv`, a thunk, or their spaces."""
+    """An argument is of the wrong kind or value, or the environments do not fit together (a thunk, their spaces)."""
 
 
 class ActionError(ClusterEnvError, ValueError):
@@ -97,7 +97,8 @@ class DeadlineError(ClusterEnvError, TimeoutError):
 
 
 class StartError(ClusterEnvError, RuntimeError):
-    """The nodes of a cluster did not all come up. The message names those missing, and what is known of them."""
+    """The workers or nodes could not be started. The message names a limit of the machine, or the nodes that are
+    missing and what is known of them."""
 
 
 class KeyFileError(ClusterEnvError, OSError):

@@ -1,19 +1,22 @@
-"""What happened to the environments: structured records with their cause, newest last.
+"""What happened to the environments: structured records with their cause, newest last, and how the user hears of it.
 
-Faults enter from the pool; `ClusterEnv.events()` hands them to the user, and each one is logged once.
+Faults enter from the pool; `ClusterEnv.events()` hands them to the user, and each one is logged once. Everything that
+this package logs goes through here: to the `clusterenv` logger, quiet below warnings unless logging is configured.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-__all__ = ["Event", "EventLog", "emit"]
+__all__ = ["Event", "EventLog", "emit", "emit_output", "emit_progress", "instruct"]
 
 logger = logging.getLogger("clusterenv")
+output = logging.getLogger("clusterenv.output")
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,8 @@ class Event:
     """One fact about a slot or a worker, complete enough to replay the failure."""
 
     kind: str
-    """"env_error", "worker_lost", "worker_replaced", "env_rebuilt" or "slow"."""
+    """"env_error", "worker_lost", "worker_replaced", "worker_moved", "env_rebuilt", "slow", "long_call", "missing_key",
+    "info_not_sent", "pull", "dropped", "resumed", or what happened to a node."""
     reason: str
     """One line: what happened."""
     slots: tuple[int, ...] = ()
@@ -31,7 +35,7 @@ class Event:
     """Seed of the environment's current incarnation, if it is known."""
     incarnation: int | None = None
     step: int | None = None
-    """Steps into the running episode."""
+    """Number of the failing `step` call in its episode, from 1; 0: its `reset`. A replay fails in the same call."""
     detail: str = ""
     """Traceback, faulthandler text, or the last lines that the worker wrote."""
     time_s: float = field(default_factory=time.time)
@@ -65,11 +69,48 @@ class EventLog:
 
 
 def emit(level: int, text: str) -> None:
-    """Log `text`; where nobody configured logging, what a worker printed must still be seen."""
-    if logger.hasHandlers():
-        logger.log(level, text)
-    elif level >= logging.INFO:
-        sys.stderr.write(f"clusterenv: {text}\n")
+    """Log `text` on the `clusterenv` logger.
+
+    Where no logging is configured, Python shows warnings on stderr, and nothing below. A log that cannot be written (a
+    full disk, a closed stderr) must not end the run.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        logger.log(level, text if logger.hasHandlers() else f"clusterenv: {text}")
+
+
+def emit_progress(text: str) -> None:
+    """Tell how a wait of seconds goes: to a log that takes INFO, otherwise to the terminal, if there is one."""
+    _show(logger, f"clusterenv: {text}", text, only_on_terminal=True)
+
+
+def emit_output(text: str) -> None:
+    """Pass on a line that an environment printed, marked with its slot, at INFO on the `clusterenv.output` logger.
+
+    The line is the user's own, and `print` is how environments are debugged: where no log takes INFO it goes to stderr,
+    as a child's output does with `AsyncVectorEnv`. A level above INFO on that logger (or on `clusterenv`) silences it.
+    Stderr rather than stdout, because a script's stdout may be read by a program.
+    """
+    _show(output, text, text, only_on_terminal=False)
+
+
+def instruct(text: str) -> None:
+    """Tell the user what only a person can do: on stderr, whatever the log takes."""
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+
+
+def _show(log: logging.Logger, plain: str, text: str, *, only_on_terminal: bool) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+            log.info(text)
+            return
+        silenced = log.manager.disable >= logging.INFO or any(
+            one.disabled or one.level > logging.INFO for one in (log, logger)
+        )
+        if not silenced and sys.stderr is not None and (not only_on_terminal or sys.stderr.isatty()):
+            instruct(plain)
 
 
 def _spans(slots: tuple[int, ...]) -> str:

@@ -17,14 +17,16 @@ import socket as sockets
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import gymnasium
 import zmq
 
+from clusterenv import versions
 from clusterenv._version import __version__
-from clusterenv.errors import ProtocolError
+from clusterenv.cpus import usable_cores
+from clusterenv.errors import ProtocolError, StartError
 from clusterenv.events import emit
 from clusterenv.protocol.frames import node_reader, to_wire
 from clusterenv.protocol.messages import (
@@ -32,11 +34,13 @@ from clusterenv.protocol.messages import (
     Beat,
     Bye,
     Chunk,
+    Code,
     Failed,
     Fragments,
     Hello,
     Host,
     Kill,
+    Lacks,
     Leave,
     Offer,
     Refused,
@@ -44,13 +48,20 @@ from clusterenv.protocol.messages import (
     Rows,
     Start,
     Tell,
+    TraceStack,
     Welcome,
+    Withdrawn,
 )
 from clusterenv.seat import Seat
+from clusterenv.sources import compare
+from clusterenv.spec import Delivered
 from clusterenv.transport.keys import Joining, KeyPair
 from clusterenv.transport.sockets import NodeSocket
 
-__all__ = ["NEVER", "Agent"]
+__all__ = ["FAILED", "NEVER", "Agent"]
+
+FAILED = 1
+"""Exit code: the head ended by an exception, or is gone for longer than the lease."""
 
 NEVER = 42
 """Exit code: this will not work however often it is tried."""
@@ -60,6 +71,16 @@ _GRACE_S = 5.0
 
 _RETRY_S = 0.5
 _ANSWER_S = 10.0
+
+
+class _AwaitsCode(NamedTuple):
+    """A seat that cannot start before the head has sent what this node lacks."""
+
+    host: Host
+    payload: bytes
+    folders: dict[str, str]
+    messages: list[tuple[Any, list[Any]]]
+    """What the head said to it meanwhile."""
 
 
 class Agent:
@@ -73,7 +94,9 @@ class Agent:
         self._beat_s = 1.0
         self._session = 0
         self._instance = secrets.token_hex(8)
+        self._versions = versions.installed()
         self._seats: dict[int, Seat] = {}
+        self._awaiting: dict[int, _AwaitsCode] = {}
         self._socket: NodeSocket | None = None
         self._reader = node_reader()
         self._poller = zmq.Poller()
@@ -108,7 +131,7 @@ class Agent:
                     waited = time.monotonic() - last_there
                     if waited > self._patience_s or self._leaving is not None:
                         emit(logging.ERROR, f"no head for {waited:.0f} s: {problem}")
-                        return NEVER if not self._session else 0
+                        return FAILED if self._session else NEVER
                     time.sleep(_RETRY_S)
                     continue
             ended = self._turn()
@@ -125,7 +148,7 @@ class Agent:
                 time.sleep(_RETRY_S)
                 if time.monotonic() - last_there > self._patience_s:
                     emit(logging.ERROR, f"{self._joining.address} is not the head that this key file names")
-                    return NEVER
+                    return FAILED if self._session else NEVER  # a forwarded port answers when its head is gone
         return self._exit
 
     @property
@@ -140,14 +163,18 @@ class Agent:
         address = self._joining.address
         parts = urlsplit(address)
         try:
-            sockets.create_connection((parts.hostname or "", parts.port or 0), timeout=3.0).close()
+            with sockets.create_connection((parts.hostname or "", parts.port or 0), timeout=3.0) as found:
+                host, port = found.getpeername()[:2]
         except OSError as error:
             return (
-                f"{address} cannot be reached from {platform.node()}: {error.strerror or error}. Either the run "
-                "is over, or the head is behind a firewall or NAT: give it an address that nodes can dial (bind=...)"
+                f"{address} cannot be reached from {platform.node()}: {error.strerror or error}. Either the run is "
+                "over, or the head is behind a firewall or NAT: have it listen where nodes can dial it "
+                "(bind=, port=), or name the one that is forwarded to it (advertise=)"
             )
         keys = KeyPair(self._joining.public, self._joining.secret)
-        self._socket = NodeSocket(address, self._joining.head_key, keys, dead_after_s=self._dead_after_s)
+        # The address that has answered: of a name with several, ZeroMQ might take another.
+        resolved = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        self._socket = NodeSocket(resolved, self._joining.head_key, keys, dead_after_s=self._dead_after_s)
         self._socket.poll_on(self._poller)
         self._reader = node_reader()
         self._asked_at = time.monotonic()
@@ -160,8 +187,9 @@ class Agent:
             self._instance,
             platform.node(),
             os.getpid(),
-            len(os.sched_getaffinity(0)),
+            usable_cores(),
             self._allow_pickle,
+            self._versions,
         )
         self._say(hello)
         return None
@@ -218,6 +246,7 @@ class Agent:
         if isinstance(message, Welcome):
             self._session, self._is_welcome = message.session, True
             self._beat_s, self._lease_s = message.beat_s, message.lease_s
+            emit(logging.INFO, f"joined the run at {self._joining.address} as node {self._joining.node}")
             return
         if isinstance(message, Refused):
             emit(logging.ERROR, f"the head refuses this node: {message.reason}")
@@ -229,11 +258,16 @@ class Agent:
             return  # of a session that is over
         if isinstance(message, Leave):
             if message.seat < 0:
-                self._exit = 0
-            elif message.seat in self._seats:
+                emit(logging.ERROR if message.failed else logging.INFO, message.reason)
+                self._exit = FAILED if message.failed else 0
+            else:
                 self._drop(message.seat, 1.0)
         elif isinstance(message, Host):
             self._host(message, bytes(frames[0]))
+        elif isinstance(message, Code):
+            self._code_came(message.seat, bytes(frames[0]))
+        elif message.seat in self._awaiting:
+            self._awaiting[message.seat].messages.append((message, frames))
         elif message.seat in self._seats:
             self._seat_message(self._seats[message.seat], message, frames)
 
@@ -246,23 +280,49 @@ class Agent:
             seat.chunk(message, frames[0])
         elif isinstance(message, Offer):
             seat.offer(message)
+        elif isinstance(message, Withdrawn):
+            seat.withdrawn(message.offer)
         elif isinstance(message, Start):
             seat.start(message.worker)
         elif isinstance(message, Kill):
             seat.kill(message.worker)
+        elif isinstance(message, TraceStack):
+            seat.stack(message.worker)
         elif isinstance(message, Rows):
             seat.rows(frames[0])
         elif isinstance(message, Fragments):
             seat.fragments(frames[0])
 
     def _host(self, host: Host, payload: bytes) -> None:
-        if not self._allow_pickle and not host.is_named:
+        if not self._allow_pickle and (host.packages or not host.is_named):
             self._say(Failed(host.seat, "this node takes no pickled code (--no-pickle)"))
             return
-        if host.seat in self._seats:
-            self._drop(host.seat, 0.0)
-        seat = self._seats[host.seat] = Seat(host, payload, self._say)
+        self._drop(host.seat, 0.0)
+        folders, lacking = compare(host.packages)
+        if lacking:
+            self._awaiting[host.seat] = _AwaitsCode(host, payload, folders, [])
+            self._say(Lacks(host.seat, lacking))
+        else:
+            self._start_seat(host, payload, Delivered(folders, b""))
+
+    def _code_came(self, number: int, archive: bytes) -> None:
+        waiting = self._awaiting.pop(number, None)
+        if waiting is None:
+            return
+        self._start_seat(waiting.host, waiting.payload, Delivered(waiting.folders, archive))
+        for message, frames in waiting.messages:
+            if number in self._seats:
+                self._seat_message(self._seats[number], message, frames)
+
+    def _start_seat(self, host: Host, payload: bytes, delivered: Delivered) -> None:
+        try:
+            seat = self._seats[host.seat] = Seat(host, payload, delivered, self._say)
+        except StartError as error:
+            self._say(Failed(host.seat, str(error), is_code=False))
+            return
         self._poller.register(seat.fileno(), zmq.POLLIN)
+        slots = [slot for _, its in host.workers for slot in its]
+        emit(logging.INFO, f"running slots {min(slots)}-{max(slots)} with {len(host.workers)} workers")
 
     # -- leaving ----------------------------------------------------------------------------------------------
 
@@ -277,10 +337,12 @@ class Agent:
         return now - self._leaving > _GRACE_S or not any(seat.is_busy for seat in self._seats.values())
 
     def _drop(self, number: int, timeout_s: float) -> None:
-        seat = self._seats.pop(number)
-        self._poller.unregister(seat.fileno())
-        seat.close(timeout_s)
+        self._awaiting.pop(number, None)
+        seat = self._seats.pop(number, None)
+        if seat is not None:
+            self._poller.unregister(seat.fileno())
+            seat.close(timeout_s)
 
     def _drop_seats(self, timeout_s: float) -> None:
-        for number in list(self._seats):
+        for number in [*self._awaiting, *self._seats]:
             self._drop(number, timeout_s)

@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Literal
 
+from clusterenv.arguments import check_fields
 from clusterenv.errors import CrashLoopError, SpecError
 
 __all__ = ["Recovery", "RestartBook"]
@@ -33,6 +34,9 @@ class Recovery:
     reset_timeout_s: float | None = 600.0
     step_timeout_s: float | None = 600.0
     """Longest time for one `step` of one environment. Its worker is killed and replaced after it."""
+    warn_after_s: float | None = 30.0
+    """Warn, with slot and line, when one call of an environment takes longer, and again after twice that time; None:
+    never. A signal asks the worker for the line: a `poll` or `nanosleep` of the simulator's own may return EINTR."""
     recovery_timeout_s: float = 600.0
     """Longest wait for a replacement, before `WorkerLostError`."""
     max_restarts: int = 5
@@ -44,14 +48,15 @@ class Recovery:
     """Refuse actions outside their space; flag observations and rewards that are NaN, infinite or misshapen."""
 
     def __post_init__(self) -> None:
-        if self.on_error not in ("restart", "raise"):
-            raise SpecError(f'Recovery(on_error={self.on_error!r}): choose "restart" or "raise"')
-        for name in ("init_timeout_s", "reset_timeout_s", "step_timeout_s", "recovery_timeout_s"):
+        check_fields(self)
+        for name in ("init_timeout_s", "reset_timeout_s", "step_timeout_s", "warn_after_s", "recovery_timeout_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise SpecError(f"Recovery({name}={value!r}): must be a positive number of seconds")
         if self.max_restarts < 0:
             raise SpecError(f"Recovery(max_restarts={self.max_restarts!r}): must be 0 or more")
+        if min(self.backoff_s) < 0:
+            raise SpecError(f"Recovery(backoff_s={self.backoff_s!r}): must be 0 or more seconds")
 
     def timeout_s(self, phase: str) -> float | None:
         """The limit for one environment call in this phase."""

@@ -7,7 +7,6 @@ the head leaves by `send`.
 from __future__ import annotations
 
 import logging
-import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,11 +15,12 @@ from typing import Any, NamedTuple
 import msgspec
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.cpus import cpu_limit
 from clusterenv.errors import ClusterEnvError, PolicyError
 from clusterenv.events import emit
 from clusterenv.policy.packing import unpack
 from clusterenv.pool.arena import Arena, ArenaLayout
-from clusterenv.pool.crew import Exit
+from clusterenv.pool.crew import Exit, Stack
 from clusterenv.pool.layout import Buffers, Layout
 from clusterenv.pool.messages import Raw
 from clusterenv.pool.mirror import Block, read_fragment, read_rows, write_inputs
@@ -36,9 +36,10 @@ from clusterenv.protocol.messages import (
     Pull,
     Ring,
     Rung,
+    StackTrace,
     Tell,
 )
-from clusterenv.spec import Blueprint
+from clusterenv.spec import Blueprint, Delivered
 
 __all__ = ["Seat"]
 
@@ -68,14 +69,22 @@ class _Pulling:
 
 
 class Seat:
-    def __init__(self, host: Host, payload: bytes, send: Send) -> None:
+    def __init__(self, host: Host, payload: bytes, delivered: Delivered, send: Send) -> None:
         self.number = host.seat
         self._send = send
         self._slots = dict(host.workers)
         self._local = {worker: i for i, (worker, _) in enumerate(host.workers)}
         self._global = [worker for worker, _ in host.workers]
         spec = _Entry(host.entry_point) if host.entry_point else None
-        blueprint = Blueprint(host.num_envs, payload, False, spec, "", host.is_named)  # type: ignore[arg-type]
+        blueprint = Blueprint(
+            host.num_envs,
+            payload,
+            False,
+            spec,  # type: ignore[arg-type]
+            "",
+            host.is_named,
+            delivered=delivered,
+        )
         mode = AutoresetMode(host.mode) if host.mode else None
         self._crew = ProcessCrew(
             blueprint,
@@ -83,7 +92,7 @@ class Seat:
             mode,
             host.check,
             host.threads,
-            _SPIN_S if len(host.workers) <= len(os.sched_getaffinity(0)) else 0.0,
+            _SPIN_S if len(host.workers) <= cpu_limit() else 0.0,
             [list(slots) for _, slots in host.workers],
             host.preload,
             on_output=self._output,
@@ -123,6 +132,9 @@ class Seat:
     def kill(self, worker: int) -> None:
         self._crew.kill(self._local[worker])
 
+    def stack(self, worker: int) -> None:
+        self._crew.stack(self._local[worker])
+
     def offer(self, offer: Offer) -> None:
         if self._pulling is not None and self._pulling.offer.offer == offer.offer:  # the same, in another form
             self._pulling = None
@@ -144,6 +156,15 @@ class Seat:
         pulling.checksum = zlib.crc32(data, pulling.checksum)
         if pulling.got >= pulling.offer.size:
             self._arrived(pulling)
+
+    def withdrawn(self, offer: int) -> None:
+        """Go on without these weights."""
+        self._waiting = deque(
+            entry for entry in self._waiting if not isinstance(entry[0], Offer) or entry[0].offer != offer
+        )
+        if self._pulling is not None and self._pulling.offer.offer == offer:
+            self._pulling = None
+            self._go_on()
 
     def _ask(self, pulling: _Pulling) -> None:
         left, on_its_way = pulling.offer.size - pulling.asked, pulling.asked - pulling.got
@@ -181,6 +202,8 @@ class Seat:
         return True
 
     def tell(self, tell: Tell, frames: list[Any]) -> None:
+        if not self._crew.is_running(self._local[tell.worker]):
+            return  # for one that has ended, which the head did not know yet: its replacement is told anew
         self._waiting.append((tell, frames))
         self._go_on()
 
@@ -212,8 +235,9 @@ class Seat:
         assert self._block is not None
         self._block.write_inputs(frames[0])
         self._ring = ring.request
-        running = [w for w in self._global if self._crew.is_running(self._local[w])]
-        self._ringing = dict.fromkeys(running)
+        self._ringing = {w: None for w in self._global if self._crew.is_running(self._local[w])}
+        if len(self._ringing) < len(self._global):  # one ended, and the head did not know yet
+            self._flush_ring()
         self._crew.ring(ring.request)
 
     # -- what workers say -------------------------------------------------------------------------------------
@@ -230,7 +254,12 @@ class Seat:
             if isinstance(message, Exit):
                 self._flush_ring()
                 self._tickets = {key: ticket for key, ticket in self._tickets.items() if key[0] != worker}
+                self._waiting = deque(
+                    entry for entry in self._waiting if not isinstance(entry[0], Tell) or entry[0].worker != worker
+                )
                 self._send(Exited(self.number, worker, message.reason, message.tail), ())
+            elif isinstance(message, Stack):
+                self._send(StackTrace(self.number, worker, message.text), ())
             else:
                 self._heard(worker, message)
 
@@ -269,7 +298,7 @@ class Seat:
         self._send(Rung(self.number, self._ring, tuple(answers)), [rows, *bodies])
 
     def _flush_ring(self) -> None:
-        """A worker is gone in the middle of a whole step: the others' rows go one by one."""
+        """A worker is gone, before or in the middle of a whole step: the others' rows go one by one."""
         ringing, self._ringing = self._ringing, {}
         for worker, message in ringing.items():
             self._tickets[worker, self._ring] = _Ticket("rows", self._slots[worker], 0, 0)

@@ -5,23 +5,34 @@ Enters: the first argument of `ClusterEnv`. Leaves: a `Blueprint`, which the poo
 
 from __future__ import annotations
 
-import contextlib
-import copy
+import importlib
+import inspect
 import json
 import pickle
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import gymnasium as gym
-from gymnasium.envs.registration import EnvSpec, load_env_creator
+from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, load_env_creator, parse_env_id
 from gymnasium.vector import VectorEnv
 
-from clusterenv.code import dumps, is_own
+from clusterenv import registry, sources
+from clusterenv.arguments import expect, refused
+from clusterenv.code import dumps, dumps_with_words, why
 from clusterenv.errors import SpecError
 
-__all__ = ["Blueprint", "MakeFromSpec", "Vector", "blueprint"]
+__all__ = [
+    "Blueprint",
+    "Delivered",
+    "MakeFromSpec",
+    "Vector",
+    "blueprint",
+    "constructor_takes",
+    "load_makers",
+    "refuse_other",
+]
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,17 @@ class Vector:
 
     fn: Callable[[int, list[int]], VectorEnv[Any, Any, Any]]
 
+    def __post_init__(self) -> None:
+        expect("Vector", "fn", self.fn, Callable, hint="write Vector(lambda num_envs, seeds: ...)")
+
+
+class Delivered(NamedTuple):
+    """What a node has of the user's own packages beside those that Python finds there by itself."""
+
+    folders: dict[str, str]
+    archive: bytes
+    """Of those that the head had to send."""
+
 
 @dataclass(frozen=True)
 class Blueprint:
@@ -40,12 +62,22 @@ class Blueprint:
 
     num_envs: int
     payload: bytes
-    """cloudpickle of one maker for all slots, a list with one each, or a `Vector`; or JSON (`is_named`)."""
+    """A pickled `_Payload`; or JSON (`is_named`)."""
     is_vector: bool
     spec: EnvSpec | None
     label: str
     is_named: bool = False
     """The payload is an id and keyword arguments, for nodes that take no code."""
+    packages: tuple[sources.Package, ...] = ()
+    """The user's own packages that the payload names, for nodes that may not have them."""
+    delivered: Delivered | None = None
+    """On a node: those of them that it had to be told of or to be sent."""
+
+
+class _Payload(NamedTuple):
+    makers: bytes
+    """cloudpickle of one maker for all slots, a list with one each, or a `Vector`."""
+    registered: registry.Registered
 
 
 @dataclass(frozen=True)
@@ -66,54 +98,96 @@ def blueprint(
     env: Any,
     num_envs: int | None,
     env_kwargs: Mapping[str, Any] | None,
-    by_value: bool = False,
+    is_remote: bool = False,
     allow_pickle: bool = True,
 ) -> Blueprint:
     """Turn what the user passed into a `Blueprint`, or say what is wrong with it.
 
-    `by_value`: it goes to machines that may not have the user's files, so these go along. `allow_pickle=False`: to
-    machines that take no code, so only an id and plain arguments do.
+    `is_remote`: it goes to machines that may not have the user's files. `allow_pickle=False`: to machines that take no
+    code, so it has to be an id and plain arguments.
     """
-    if num_envs is not None and (isinstance(num_envs, bool) or not isinstance(num_envs, int)):
-        raise SpecError(f"num_envs={num_envs!r}: expected a whole number")
-    if num_envs is not None and num_envs < 1:
-        raise SpecError(f"num_envs={num_envs}: at least one environment is needed")
+    expect("ClusterEnv", "num_envs", num_envs, int | None, least=1)
+    num_envs = None if num_envs is None else int(num_envs)  # numpy's integers do not travel
+    expect("ClusterEnv", "env_kwargs", env_kwargs, Mapping[str, Any] | None)
 
     if not allow_pickle:
         return _named(env, num_envs, env_kwargs)
     if isinstance(env, (str, EnvSpec)):
         spec = _resolve(env)
-        if by_value:
-            spec = _with_own_class(spec)
         maker = MakeFromSpec(spec, dict(env_kwargs or {}))
-        return Blueprint(num_envs or 1, _dumps(maker, f"env_kwargs of {spec.id}", by_value), False, spec, spec.id)
+        payload, packages = _pack(maker, f"env_kwargs of {spec.id}", is_remote)
+        return Blueprint(num_envs or 1, payload, False, spec, spec.id, packages=packages)
 
     if env_kwargs:
         raise SpecError("env_kwargs goes with an environment id; put the arguments into the thunk: lambda: make(...)")
     if isinstance(env, Vector):
         if num_envs is None:
             raise SpecError("Vector(fn) needs num_envs: ClusterEnv(Vector(fn), num_envs=...)")
-        return Blueprint(num_envs, _dumps(env, "Vector(fn)", by_value), True, None, "Vector")
+        payload, packages = _pack(env, "Vector(fn)", is_remote)
+        return Blueprint(num_envs, payload, True, None, "Vector", packages=packages)
     if isinstance(env, gym.Env):
         raise SpecError(
             f"env is an environment ({env}); pass a function that makes one, so that every worker can: "
             "ClusterEnv(lambda: MyEnv(...), num_envs=...)"
         )
     if callable(env):
-        return Blueprint(num_envs or 1, _dumps(env, "the environment function", by_value), False, None, _name(env))
+        payload, packages = _pack(env, "the environment function", is_remote)
+        return Blueprint(num_envs or 1, payload, False, None, _name(env), packages=packages)
     if isinstance(env, Sequence):
         thunks = list(env)
         if not thunks:
             raise SpecError("env is an empty list: at least one thunk is needed")
         for i, thunk in enumerate(thunks):
             if not callable(thunk):
-                raise SpecError(f"env[{i}] is {thunk!r}: expected a function that makes an environment")
+                raise SpecError(
+                    f"ClusterEnv(env[{i}]={thunk!r}): expected a function that makes an environment; {_one(thunk)}"
+                )
         if num_envs is not None and num_envs != len(thunks):
             raise SpecError(f"num_envs={num_envs} but env has {len(thunks)} thunks: leave num_envs out")
-        return Blueprint(len(thunks), _dumps_list(thunks, by_value), False, None, _name(thunks[0]))
-    raise SpecError(
-        f"env is {type(env).__name__}: expected an id, an EnvSpec, a function, a list of functions, or Vector(fn)"
-    )
+        payload, packages = _pack(thunks, "the list of environment functions", is_remote)
+        return Blueprint(len(thunks), payload, False, None, _name(thunks[0]), packages=packages)
+    raise refused("ClusterEnv", "env", env, "an id, an EnvSpec, a function, a list of functions, or Vector(fn)")
+
+
+def _one(thunk: Any) -> str:
+    if isinstance(thunk, str):
+        return f"for copies of one id, write ClusterEnv({thunk!r}, num_envs=...)"
+    return "write lambda: ..., so that each worker makes its own"
+
+
+_FACE = ("reset", "step", "observation_space", "action_space")
+
+
+def refuse_other(made: Any, maker: Callable[..., Any]) -> None:
+    """Raise SpecError where a function of the user's returned no environment."""
+    if isinstance(made, VectorEnv):
+        got, hint = "a vector environment", "pass one function per environment, or ClusterEnv(Vector(fn), num_envs=...)"
+    elif made is None:
+        got, hint = "None", "is its `return` missing?"
+    elif isinstance(made, type):
+        got, hint = f"the class {made.__name__}", f"write {made.__name__}(...)"
+    elif missing := [name for name in _FACE if not hasattr(made, name)]:
+        got, hint = f"{type(made).__name__} without {', '.join(missing)}", "return a gymnasium.Env"
+    else:
+        return
+    raise SpecError(f"ClusterEnv(env=...): {_place(maker)} returned {got}, expected a gymnasium.Env; {hint}")
+
+
+def _place(maker: Callable[..., Any]) -> str:
+    code = getattr(maker, "__code__", None)
+    where = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code is not None else ""
+    return f"the function {_name(maker)}{where}"
+
+
+def constructor_takes(env: str | EnvSpec, name: str) -> bool:
+    """Return whether the environment's constructor, or `gymnasium.make`, has a parameter of this name."""
+    entry = _resolve(env).entry_point
+    try:
+        creator = load_env_creator(entry) if isinstance(entry, str) else entry
+        own = inspect.signature(creator).parameters if callable(creator) else {}
+    except (ImportError, AttributeError, TypeError, ValueError):  # found out when an environment is made
+        return False
+    return name in own or name in inspect.signature(gym.make).parameters
 
 
 def _named(env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | None) -> Blueprint:
@@ -131,57 +205,81 @@ def _named(env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | None)
 
 
 def _resolve(env: str | EnvSpec) -> EnvSpec:
-    """The registry of *this* process is consulted, so that ids registered in the user's script work."""
+    """Consult the registry of *this* process, so that ids registered in the user's script work."""
     if isinstance(env, EnvSpec):
         return env
     try:
-        return gym.spec(env)
+        return _find_spec(env)
     except (gym.error.Error, ImportError) as error:
         raise SpecError(f"unknown environment id {env!r}: {error}") from error
 
 
-def _with_own_class(spec: EnvSpec) -> EnvSpec:
-    """An entry point "module:Class" in a file of the user's cannot be imported elsewhere: the class itself goes."""
-    entry = spec.entry_point
-    if not isinstance(entry, str):
-        return spec
-    with contextlib.suppress(ImportError, AttributeError):
-        creator = load_env_creator(entry)
-        if is_own(sys.modules.get(entry.split(":")[0])):
-            spec = copy.copy(spec)
-            spec.entry_point = creator  # type: ignore[assignment]
-    return spec
+def _find_spec(env: str) -> EnvSpec:
+    """Find an id as `gymnasium.make` does: "module:Name-v0" imports the module, "Name" is its newest version."""
+    module, _, name = env.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    if name not in gym.registry:
+        namespace, bare, version = parse_env_id(name)
+        newest = find_highest_version(namespace, bare) if version is None else None
+        name = name if newest is None else get_env_id(namespace, bare, newest)
+    return gym.spec(name)
 
 
-def _dumps(value: Any, what: str, by_value: bool) -> bytes:
+def _pack(made: Any, what: str, is_remote: bool) -> tuple[bytes, tuple[sources.Package, ...]]:
+    """Pickle what makes the environments, and Gymnasium's registry with it; find the packages that these name."""
+    words: set[str] = set()
+
+    def pickled(value: Any) -> bytes:
+        if not is_remote:
+            return dumps(value)
+        data, found = dumps_with_words(value)
+        words.update(found)
+        return data
+
+    payload = _Payload(_dumps(made, what, pickled), registry.pack(pickled))
+    return pickle.dumps(payload), sources.collect(words) if is_remote else ()
+
+
+def _dumps(made: Any, what: str, pickled: Callable[[Any], bytes]) -> bytes:
     try:
-        return dumps(value, by_value)
+        return pickled(made)
     except Exception as error:  # pickling runs user code (__reduce__), which may raise anything
+        if isinstance(made, list):  # which one it was is worth a second try, one by one
+            for i, thunk in enumerate(made):
+                _dumps(thunk, f"env[{i}]", pickled)
         raise SpecError(
-            f"{what} cannot be sent to a worker: {error}. It captures something that cannot be pickled "
+            f"{what} cannot be sent to a worker: {why(error)}. It captures something that cannot be pickled "
             "(a lock, an open file, a live environment): create that inside the function instead."
         ) from error
-
-
-def _dumps_list(thunks: list[Callable[[], Any]], by_value: bool) -> bytes:
-    try:
-        return dumps(thunks, by_value)
-    except Exception:  # which one it was is worth a second try, one by one
-        for i, thunk in enumerate(thunks):
-            _dumps(thunk, f"env[{i}]", by_value)
-        return _dumps(thunks, "the list of environment functions", by_value)
 
 
 def _name(maker: Callable[..., Any]) -> str:
     return getattr(maker, "__qualname__", type(maker).__name__)
 
 
-def load_makers(payload: bytes, num_envs: int, is_named: bool = False) -> list[Callable[[], Any]] | Vector:
-    """The other side of `blueprint`: one maker per slot, or the vector factory."""
+def load_makers(
+    payload: bytes, num_envs: int, is_named: bool = False, is_here: bool = False
+) -> list[Callable[[], Any]] | Vector:
+    """The other side of `blueprint`: one maker per slot, or the vector factory.
+
+    `is_here`: in the process that made the payload, whose registry is as it should be.
+    """
     if is_named:
         given = json.loads(payload)
-        return [MakeFromSpec(gym.spec(given["id"]), given["kwargs"])] * num_envs
-    made = pickle.loads(payload)
-    if isinstance(made, Vector):
-        return made
-    return made if isinstance(made, list) else [made] * num_envs
+        try:
+            spec = _find_spec(given["id"])
+        except gym.error.Error as error:
+            raise SpecError(
+                f"{given['id']!r} is not registered on a node, which takes no code from the script "
+                '(allow_pickle=False): use "package:Name-v0", with a package that is installed there and registers it'
+            ) from error
+        return [MakeFromSpec(spec, given["kwargs"])] * num_envs
+    made, registered = pickle.loads(payload)
+    makers = pickle.loads(made)
+    if not is_here:
+        # Last: a package that was imported for the makers may have registered what the script replaced.
+        registry.install(registered)
+    if isinstance(makers, Vector):
+        return makers
+    return makers if isinstance(makers, list) else [makers] * num_envs

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.arguments import closest, fits, refused
 from clusterenv.events import EventLog
 from clusterenv.pool import Pool
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "check_backend"]
+
+_WRITTEN = {
+    "Local": "Local()",
+    "Manual": "Manual(nodes=...)",
+    "Slurm": "Slurm(nodes=...)",
+    "Kubernetes": "Kubernetes(nodes=..., image=...)",
+    "Ray": "Ray(nodes=...)",
+}
 
 
+@runtime_checkable
 class Backend(Protocol):
     @property
     def is_remote(self) -> bool:
@@ -26,3 +36,15 @@ class Backend(Protocol):
         ...
 
     def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool: ...
+
+
+def check_backend(backend: Any) -> None:
+    """Raise SpecError unless this is a backend."""
+    if fits(backend, Backend):
+        return
+    hint = ""
+    if isinstance(backend, type):
+        hint = f"this is the class, write backend={_WRITTEN.get(backend.__name__, f'{backend.__name__}(...)')}"
+    elif isinstance(backend, str) and (name := closest(backend, _WRITTEN)) is not None:
+        hint = f"write backend={_WRITTEN[name]}"
+    raise refused("ClusterEnv", "backend", backend, f"a backend such as {', '.join(_WRITTEN.values())}", hint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import secrets
 import shutil
 import tempfile
@@ -25,7 +26,7 @@ class RunFolder:
         any_owner: the file system may show another owner than this user for it.
     """
 
-    def __init__(self, place: str | None, lease_s: float, any_owner: bool) -> None:
+    def __init__(self, place: str | os.PathLike[str] | None, lease_s: float, any_owner: bool) -> None:
         self.run = secrets.token_hex(4)
         # A folder of the run's own, also below one that the user names: it is removed at the end.
         self.path = Path(place or tempfile.gettempdir()).expanduser() / f"clusterenv-{self.run}"

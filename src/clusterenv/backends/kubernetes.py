@@ -62,7 +62,6 @@ class Kubernetes(Remote):
             root, the cluster refuses the pod. 0: root, which namespaces with the "restricted" standard refuse.
         python: the interpreter in the image.
         kubeconfig, context: None: as kubectl finds them; within a pod, its service account.
-        bind: the address or interface of this machine that pods can dial; None: the one that leads outside.
         grace_s: what a pod gets to finish its step when it is deleted.
         others: as in `Remote`, which see.
     """
@@ -81,7 +80,6 @@ class Kubernetes(Remote):
     python: str = "python"
     kubeconfig: str | None = None
     context: str | None = None
-    bind: str | None = None
     grace_s: int = 30
 
     def __post_init__(self) -> None:
@@ -96,7 +94,7 @@ class Kubernetes(Remote):
         namespace = self.namespace or api.namespace
         try:
             return self.start_with(
-                self.nodes, self.bind, lambda plan: _Pods(self, plan, api, namespace), blueprint, mode, recovery, events
+                self.nodes, lambda plan: _Pods(self, plan, api, namespace), blueprint, mode, recovery, events
             )
         except BaseException:
             api.close()

@@ -101,7 +101,7 @@ def selector(run: str) -> str:
 
 
 def now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def delete_run(api: Api, namespace: str, run: str, deadline: float) -> None:

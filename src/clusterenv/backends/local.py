@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.arguments import check_fields, expect
 from clusterenv.backends.remote import Remote
+from clusterenv.cpus import cpu_limit, usable_cores
 from clusterenv.errors import SpecError
 from clusterenv.events import EventLog, emit
 from clusterenv.pool import Pool
@@ -31,7 +32,8 @@ class Local:
     """Processes of this machine.
 
     Args:
-        workers: how many; None for one per core that this process may use. 0 runs the environments in the calling
+        workers: how many; None for one per CPU that this process may use, by its affinity and the quotas of its
+            control groups (1.9 CPUs start 1 worker). 0 runs the environments in the calling
             process, without timeouts, so that a breakpoint in environment code works.
         threads_per_worker: what numerical libraries in a worker may use (OMP_NUM_THREADS and its kin);
             None leaves the environment variables alone.
@@ -64,6 +66,7 @@ class Local:
         return self.network
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.nodes < 1 or (self.nodes > 1 and not self.network):
             raise SpecError(f"Local(nodes={self.nodes}): several nodes on this machine need network=True")
         if self.max_nodes is not None and (not self.network or self.max_nodes < self.nodes):
@@ -72,10 +75,8 @@ class Local:
             raise SpecError("Local(allow_pickle=False) is about nodes: it needs network=True")
         if self.network and self.workers == 0:
             raise SpecError("Local(network=True, workers=0): nodes have worker processes, at least one each")
-        if self.workers is not None and self.workers < 0:
-            raise SpecError(f"Local(workers={self.workers}): expected 0 (this process) or more")
-        if self.threads_per_worker is not None and self.threads_per_worker < 1:
-            raise SpecError(f"Local(threads_per_worker={self.threads_per_worker}): expected 1 or more")
+        expect("Local", "workers", self.workers, int | None, least=0)
+        expect("Local", "threads_per_worker", self.threads_per_worker, int | None, least=1)
 
     def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
         if self.network:
@@ -85,8 +86,7 @@ class Local:
             inline = InlineCrew(blueprint, mode, recovery.check)
             slots = [list(range(n))]
             return Pool(inline, slots, mode, recovery, is_vector=blueprint.is_vector, events=events)
-        cores = len(os.sched_getaffinity(0))
-        workers = self.workers or min(cores, n)
+        workers = self.workers or min(usable_cores(), n)
         if workers > n:
             emit(
                 logging.WARNING,
@@ -95,7 +95,7 @@ class Local:
             workers = n
         slots_of = split(n, workers)
         # Waiting awake pays only while every worker has a core of its own.
-        spin_s = _SPIN_S if workers <= cores else 0.0
+        spin_s = _SPIN_S if workers <= cpu_limit() else 0.0
         crew = ProcessCrew(
             blueprint, workers, mode, recovery.check, self.threads_per_worker, spin_s, slots_of, tuple(self.preload)
         )
@@ -106,11 +106,12 @@ class Local:
     ) -> Pool:
         from clusterenv.backends.agents import AgentProcesses
 
-        workers = self.workers or max(self.nodes, min(len(os.sched_getaffinity(0)), blueprint.num_envs))
+        workers = self.workers or self.nodes * max(1, min(usable_cores(), blueprint.num_envs) // self.nodes)
         if workers % self.nodes:
             raise SpecError(f"Local(workers={workers}, nodes={self.nodes}): every node has as many workers")
         remote = Remote(
             workers_per_node=workers // self.nodes,
+            bind="127.0.0.1",
             start_timeout_s=60.0,
             max_nodes=self.max_nodes,
             threads_per_worker=self.threads_per_worker,
@@ -124,7 +125,7 @@ class Local:
         def launch(plan: Plan) -> AgentProcesses:
             return AgentProcesses(plan, dead_after_s=self.heartbeat[1])
 
-        return remote.start_with(self.nodes, "127.0.0.1", launch, blueprint, mode, recovery, events)
+        return remote.start_with(self.nodes, launch, blueprint, mode, recovery, events)
 
 
 def split(num_envs: int, workers: int) -> list[list[int]]:

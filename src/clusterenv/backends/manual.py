@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from clusterenv.backends.remote import Remote
+from clusterenv.events import instruct
 
 if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode
@@ -26,18 +26,16 @@ class Manual(Remote):
 
     Args:
         nodes: how many machines.
-        bind: the address or interface of this machine that nodes can dial; None: the one that leads outside.
         others: as in `Remote`, which see.
     """
 
     nodes: int
-    bind: str | None = None
 
     def __post_init__(self) -> None:
         self._check(self.nodes)
 
     def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
-        return self.start_with(self.nodes, self.bind, _ByHand, blueprint, mode, recovery, events)
+        return self.start_with(self.nodes, _ByHand, blueprint, mode, recovery, events)
 
 
 class _ByHand:
@@ -46,8 +44,9 @@ class _ByHand:
     def __init__(self, plan: Plan) -> None:
         self._lines = [" ".join(["clusterenv node --join", path.name, *plan.options]) for path in plan.files]
         self._files, self._shown = plan.files, set[int]()
-        sys.stderr.write(
-            f"Copy each key file from {plan.folder} to its machine (scp keeps it private), and start there:\n"
+        instruct(
+            f"The nodes dial {plan.address}. Copy each key file from {plan.folder} to its machine "
+            "(scp keeps it private), and start there:"
         )
 
     @property
@@ -63,8 +62,7 @@ class _ByHand:
     def start(self, node: int) -> None:
         what = f"clusterenv: node {node} is wanted" if node in self._shown else f"  node {node}"
         self._shown.add(node)
-        sys.stderr.write(f"{what}: {self._lines[node]}    # {self._files[node]}\n")
-        sys.stderr.flush()
+        instruct(f"{what}: {self._lines[node]}    # {self._files[node]}")
 
     def drop(self, node: int) -> None:
         return None

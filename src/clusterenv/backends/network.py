@@ -5,39 +5,37 @@ A backend brings `Jobs`: how node agents are started, looked after and ended. It
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import ipaddress
 import logging
 import os
-import socket
-import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.backends.addresses import dialled, listening_address, parse_advertise, parse_port
 from clusterenv.backends.folder import RunFolder
 from clusterenv.backends.keeper import Keeper
 from clusterenv.backends.local import split
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError, StartError
-from clusterenv.events import Event, EventLog, emit
+from clusterenv.events import Event, EventLog, emit, emit_progress
 from clusterenv.head.crew import RemoteCrew
 from clusterenv.head.head import Head, Timing
+from clusterenv.open_files import allow_open_files
 from clusterenv.pool import Pool
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
 from clusterenv.transport.keys import make_keys
 
-__all__ = ["Jobs", "Plan", "address_of", "start"]
+__all__ = ["Jobs", "Plan", "agent_command", "start"]
 
-_SIOCGIFADDR = 0x8915
+_QUIET_S = 2.0
+"""How long nodes are awaited before anything is logged about it."""
 
 _CLEAN_UP_S = 8.0
 """What may be spent on ending the jobs of a run that could not be started."""
@@ -58,19 +56,26 @@ class Plan:
     allow_pickle: bool
     nodes: int
     """So many are wanted at first, of those that have a key file."""
+    address: str
+    """What nodes dial."""
     closing: threading.Event
     """Set when the run is over: a question to the scheduler that is under way need not be answered."""
     digests: tuple[str, ...] = ()
     """SHA-256 of each key file, where its owner says nothing."""
 
-    def command(self, node: int) -> list[str]:
-        """Starts the agent of this node on a machine that sees the same files."""
+    def command(self, node: int, python: str | None = None) -> list[str]:
+        """Return the command that starts the agent of this node on a machine that sees the same files."""
         digest = ["--key-sha256", self.digests[node]] if self.digests else []
-        return [sys.executable, "-m", "clusterenv", "node", "--join", str(self.files[node]), *digest, *self.options]
+        return agent_command(self.files[node], [*digest, *self.options], python)
 
     @property
     def options(self) -> list[str]:
         return [] if self.allow_pickle else ["--no-pickle"]
+
+
+def agent_command(key: Path, options: Sequence[str] = (), python: str | None = None) -> list[str]:
+    """Return the command that starts a node agent; `python`: an interpreter other than this one."""
+    return [python or sys.executable, "-m", "clusterenv", "node", "--join", str(key), *options]
 
 
 class Jobs(Protocol):
@@ -123,14 +128,15 @@ class Jobs(Protocol):
 def start(
     remote: Remote,
     nodes: int,
-    bind: str,
     launch: Callable[[Plan], Jobs],
     blueprint: Blueprint,
     mode: AutoresetMode | None,
     recovery: Recovery,
     events: EventLog,
 ) -> Pool:
-    """Listen on this address, have node agents started, wait for them all, and make the pool."""
+    """Listen, have node agents started, wait for them all, and make the pool."""
+    host = listening_address(type(remote).__name__, remote.bind)
+    advertised = parse_advertise(remote.advertise)
     most, each = remote.max_nodes or nodes, remote.workers_per_node
     workers = most * each
     if workers > blueprint.num_envs:
@@ -138,6 +144,8 @@ def start(
             f"{most} nodes with {each} workers each are {workers} workers for {blueprint.num_envs} environments: "
             f"ask for fewer"
         )
+    # A connection for each node, a second one for a moment while it dials, and the sockets of the head.
+    allow_open_files(f"{most} nodes", more=2 * most + 24)
     timing = Timing(*remote.heartbeat, remote.move_after_s)
     folder = RunFolder(remote.folder, timing.lease_s, remote.owner_squashed)
     keeper = Keeper(events)
@@ -153,8 +161,8 @@ def start(
         head = Head(
             keys,
             [pair.public for pair in node_keys],
-            bind,
-            remote.port,
+            host,
+            parse_port(remote.port),
             timing,
             events,
             keeper,
@@ -165,27 +173,27 @@ def start(
     except BaseException:
         folder.end("")
         raise
+    address = dialled(head.address, advertised)
     try:
-        folder.write_keys(head.address, keys.public, node_keys)
+        folder.write_keys(address, keys.public, node_keys)
         with folder.writing():
-            digests = folder.digests if remote.owner_squashed else ()
-            jobs = launch(
-                Plan(
-                    folder.run,
-                    folder.path,
-                    folder.files,
-                    timing.lease_s,
-                    remote.allow_pickle,
-                    nodes,
-                    keeper.closing,
-                    digests,
-                )
+            plan = Plan(
+                folder.run,
+                folder.path,
+                folder.files,
+                timing.lease_s,
+                remote.allow_pickle,
+                nodes,
+                address,
+                keeper.closing,
+                folder.digests if remote.owner_squashed else (),
             )
+            jobs = launch(plan)
             folder.note.add_jobs(jobs.note)
             keeper.keep(jobs, nodes)
         if described := jobs.describe():
             emit(logging.INFO, described)
-        _await(head, keeper, jobs, remote, nodes, blueprint.num_envs)
+        _await(head, address, keeper, jobs, remote, nodes, blueprint.num_envs)
         head.share_out()
         slots_of = split(blueprint.num_envs, workers)
         seat_of = [worker // each for worker in range(workers)]
@@ -217,22 +225,25 @@ def _left_behind(folder: RunFolder, left: str, jobs: Jobs | None, lease_s: float
     )
 
 
-def _await(head: Head, keeper: Keeper, jobs: Jobs, remote: Remote, nodes: int, num_envs: int) -> None:
+def _await(head: Head, address: str, keeper: Keeper, jobs: Jobs, remote: Remote, nodes: int, num_envs: int) -> None:
     """Until every node is here, with a line that says who is missing."""
     deadline = time.monotonic() + remote.start_timeout_s
     shown = ""
+    where = address if address == head.address else f"{address} (the head listens on {head.address})"
     last, came = len(head.roster.missing), time.monotonic()
     while missing := head.roster.missing:
         here = nodes - len(missing)
         if len(missing) != last:
             last, came = len(missing), time.monotonic()
         if here >= (remote.min_nodes or nodes) and time.monotonic() - came > _OTHERS_S:
-            emit(logging.INFO, f"beginning with {here} of {nodes} nodes")
+            emit_progress(f"beginning with {here} of {nodes} nodes")
             return
         line = f"{here}/{nodes} nodes, {num_envs * here // nodes}/{num_envs} environments, waiting for "
         line += ", ".join(_described(jobs, i) for i in missing[:5]) + (" ..." if len(missing) > 5 else "")
-        if line != shown and time.monotonic() > deadline - remote.start_timeout_s + 2.0:
-            emit(logging.INFO, line)
+        if line != shown and time.monotonic() > deadline - remote.start_timeout_s + _QUIET_S:
+            if not shown:
+                emit_progress(f"waiting for {len(missing)} nodes at {where}")
+            emit_progress(line)
             shown = line
         over = {node: why for node, why in keeper.over.items() if node in missing}
         refused = {node: head.refusals[node] for node in missing if node in head.refusals}
@@ -242,8 +253,8 @@ def _await(head: Head, keeper: Keeper, jobs: Jobs, remote: Remote, nodes: int, n
             raise StartError(f"{text}{_tails(jobs, list(refused or over))}")
         if time.monotonic() > deadline:
             raise StartError(
-                f"{line} after {remote.start_timeout_s:g} s. The head listens on {head.address}: nodes must be able "
-                f"to dial it (bind=... chooses another address){_tails(jobs, missing)}"
+                f"{line} after {remote.start_timeout_s:g} s. The nodes dial {where}: check that they can reach it; "
+                f"bind= and port= choose where the head listens, advertise= what nodes dial{_tails(jobs, missing)}"
             )
         head.pump(0.1)
 
@@ -255,26 +266,6 @@ def _described(jobs: Jobs, node: int) -> str:
 
 def _tails(jobs: Jobs, nodes: list[int]) -> str:
     return "".join(f"\nlast words of node {node}:\n{jobs.log_tail(node)}" for node in nodes[:3])
-
-
-def address_of(bind: str | None) -> str:
-    """An address of this machine: as given, of a named interface, or the one that leads outside."""
-    if bind is None:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("10.255.255.255", 1))  # nothing is sent: the kernel says which address it would use
-            return str(probe.getsockname()[0])
-        return "127.0.0.1"
-    if bind in ("*", "0.0.0.0", "::"):
-        raise SpecError(f"bind={bind!r} would listen on every network: name an address or an interface")
-    with contextlib.suppress(ValueError):
-        return str(ipaddress.ip_address(bind))
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", bind.encode()[:15]))
-    except OSError:
-        names = [name for _, name in socket.if_nameindex()]
-        raise SpecError(f"bind={bind!r} is no address and no interface with one; there are {names}") from None
-    return socket.inet_ntoa(answer[20:24])
 
 
 def read_tail(path: Path, size: int = 4000) -> str:

@@ -16,11 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from clusterenv.arguments import expect
 from clusterenv.backends.remote import Remote
-from clusterenv.errors import SpecError, StartError
+from clusterenv.errors import StartError
 from clusterenv.pool.ends import how_it_ended
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ class Ray(Remote):
         cpus_per_node: cores that Ray reserves for each; None: one per worker.
         resources: custom resources that each needs, as Ray names them.
         address: of the Ray cluster; "auto" finds the one of this machine, "local" starts one for this run.
-        bind: the address or interface of this machine that nodes can dial; None: the one that leads outside.
         others: as in `Remote`, which see.
     """
 
@@ -56,12 +56,10 @@ class Ray(Remote):
     cpus_per_node: float | None = None
     resources: Mapping[str, float] = field(default_factory=dict)
     address: str = "auto"
-    bind: str | None = None
 
     def __post_init__(self) -> None:
         self._check(self.nodes)
-        if self.cpus_per_node is not None and self.cpus_per_node < 0:
-            raise SpecError(f"Ray(cpus_per_node={self.cpus_per_node}): 0 or more")
+        expect("Ray", "cpus_per_node", self.cpus_per_node, float | None, least=0)
 
     def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
         try:
@@ -72,9 +70,12 @@ class Ray(Remote):
         if is_ours:
             _probe(self.address)
             _init(self.address)
+        # The nodes of a cluster that was started for the run are processes of this machine.
+        is_here = is_ours and self.address == "local"
+        remote = replace(self, bind="127.0.0.1") if is_here and self.bind is None else self
         try:
-            return self.start_with(
-                self.nodes, self.bind, lambda plan: _Actors(self, plan, is_ours), blueprint, mode, recovery, events
+            return remote.start_with(
+                self.nodes, lambda plan: _Actors(self, plan, is_ours), blueprint, mode, recovery, events
             )
         except BaseException:
             if is_ours:
@@ -212,8 +213,9 @@ class _Actors:
         if stopping:
             patience_s = max(0.1, min(_STOP_S + 1.0, deadline - 2.0 - time.monotonic()))
             self._ray.wait(stopping, num_returns=len(stopping), timeout=patience_s)
-        for node in list(self._actors):
-            self._kill(node)
+        for actor in self._actors.values():  # which stay there: `describe` says what the run had, if Ray hangs here
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.kill(actor)
         if self._is_ours:
             self._ray.shutdown()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from clusterenv.arguments import check_fields, expect
+from clusterenv.backends.addresses import parse_advertise, parse_port
 from clusterenv.errors import SpecError
 
 if TYPE_CHECKING:
@@ -25,7 +28,11 @@ class Remote:
     """
     Args:
         workers_per_node: environment processes on each machine.
-        port: of the head; 0 for any that is free.
+        bind: the address or interface of this machine to listen on, IPv4 or IPv6. None: the address from which this
+            machine reaches others; where it has no route, its only address that is not loopback.
+        port: to listen on: a port, a range (low, high) of which the first free one is taken, or 0 for any free one.
+        advertise: "host" or "host:port" that nodes dial, if it is not what the head listens on: a forwarded port, the
+            host of the container that this process runs in, a Kubernetes Service.
         folder: where to make the run's own folder (mode 0700) of key files, one per node; it is removed at the end.
         owner_squashed: the file system of `folder` shows another owner than you for files that you make (NFS with
             root_squash or all_squash, owners that are mapped): accept it, and have nodes check the content of their key
@@ -38,13 +45,15 @@ class Remote:
         other_infos: what to do with infos that are not plain data: "refuse", or send their "repr".
         heartbeat: tune how fast a lost node is noticed (seconds): beat, silence, lease of a node on its head.
         move_after_s: a node that stays away for so long hands its slots to the others; None: they wait for it.
-        oversubscribe: allow more workers than cores on a node.
+        oversubscribe: allow more workers than CPUs that a node may use, by its affinity and control group quotas.
         allow_pickle: False: nodes get ids, plain arguments and weights, but no code (`clusterenv node --no-pickle`).
     """
 
     workers_per_node: int = 1
-    port: int = 0
-    folder: str | None = None
+    bind: str | None = None
+    port: int | tuple[int, int] = 0
+    advertise: str | None = None
+    folder: str | os.PathLike[str] | None = None
     owner_squashed: bool = False
     start_timeout_s: float = 600.0
     min_nodes: int | None = None
@@ -60,8 +69,11 @@ class Remote:
 
     def _check(self, nodes: int) -> None:
         name = type(self).__name__
-        if nodes < 1 or self.workers_per_node < 1:
-            raise SpecError(f"{name}(nodes={nodes}, workers_per_node={self.workers_per_node}): 1 or more")
+        parse_port(self.port, name)  # first: these name what they expect better than their annotations do
+        parse_advertise(self.advertise, name)
+        check_fields(self)
+        expect(name, "nodes", nodes, int, least=1)
+        expect(name, "workers_per_node", self.workers_per_node, int, least=1)
         if self.min_nodes is not None and not 1 <= self.min_nodes <= nodes:
             raise SpecError(f"{name}(min_nodes={self.min_nodes}): between 1 and nodes={nodes}")
         if self.max_nodes is not None and self.max_nodes < nodes:
@@ -70,7 +82,6 @@ class Remote:
     def start_with(
         self,
         nodes: int,
-        bind: str | None,
         launch: Callable[[Plan], Jobs],
         blueprint: Blueprint,
         mode: AutoresetMode | None,
@@ -79,5 +90,4 @@ class Remote:
     ) -> Pool:
         from clusterenv.backends import network
 
-        address = network.address_of(bind)
-        return network.start(self, nodes, address, launch, blueprint, mode, recovery, events)
+        return network.start(self, nodes, launch, blueprint, mode, recovery, events)

@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -79,10 +79,15 @@ class Slurm(Remote):
         cpus_per_worker: cores that each environment process gets.
         mem: of a node, as `sbatch --mem` has it ("8G").
         partition, account, qos, time_limit, gres, constraint: as the site has them; `time_limit` is `--time`.
-        interface: the interface or address of this machine that nodes can dial; None: the one that leads outside.
+        interface: another name of `bind`.
         env_vars: set on the nodes, besides the environment of this process, which they have.
         setup: shell lines to run on a node before anything else ("module load ...").
         extra: further options of `sbatch`: {"exclusive": None, "nodelist": "n[1-4]"}.
+        python: the interpreter on the nodes, with the same Python minor, Gymnasium and clusterenv as here; None: the
+            path of this one.
+        wrap: words to put before the command of a node, or a string that is split as a shell would: a container
+            ("apptainer exec image.sif"), an environment ("conda run -n x"). They are quoted: `$HOME` is not expanded.
+            What they start must see `folder` under the same path, use the host's network, and pass SIGTERM on.
         mode: "submit" submits jobs; "srun" starts steps within the allocation that this script runs in.
         on_head_node: with "srun": the node that this script runs on is one of `nodes`.
         folder: for keys, on a filesystem that nodes see. Logs stay in its `logs`.
@@ -91,41 +96,47 @@ class Slurm(Remote):
 
     nodes: int
     cpus_per_worker: int = 1
-    mem: str | None = None
+    mem: str | int | None = None
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
-    time_limit: str | None = None
+    time_limit: str | int | None = None
     gres: str | None = None
     constraint: str | None = None
-    interface: str | None = None
-    env_vars: Mapping[str, str] = field(default_factory=dict)
+    interface: InitVar[str | None] = None
+    env_vars: Mapping[str, str | int | float] = field(default_factory=dict)
     setup: Sequence[str] = ()
     extra: Mapping[str, str | int | None] = field(default_factory=dict)
     mode: Literal["submit", "srun"] = "submit"
     on_head_node: bool = False
-    folder: str | None = field(default="~/.clusterenv", kw_only=True)
+    python: str | None = field(default=None, kw_only=True)
+    wrap: str | Sequence[str] = field(default=(), kw_only=True)
+    folder: str | os.PathLike[str] | None = field(default="~/.clusterenv", kw_only=True)
     # The lease: Ctrl-Z must not cost a place in the queue.
     heartbeat: tuple[float, float, float] = field(default=(1.0, 10.0, 300.0), kw_only=True)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, interface: str | None) -> None:
+        if interface is not None:
+            if self.bind not in (None, interface):
+                raise SpecError(f"Slurm(interface={interface!r}, bind={self.bind!r}): two names of one thing: give one")
+            object.__setattr__(self, "bind", interface)
         self._check(self.nodes)
-        if self.mode not in ("submit", "srun"):
-            raise SpecError(f'Slurm(mode={self.mode!r}): choose "submit" or "srun"')
         if "job-name" in self.extra:
             raise SpecError(
                 f"Slurm(extra={{'job-name': {self.extra['job-name']!r}}}): jobs are named after their run, by which "
                 "they are found and cancelled; use extra={'comment': ...} for words of your own"
             )
-        if isinstance(self.setup, str):
-            raise SpecError(f"Slurm(setup={self.setup!r}): a list of shell lines")
-        for name, value in [*self.options().items(), *self.env_vars.items()]:
+        if self.python == "":
+            raise SpecError("Slurm(python=''): expected the path or name of an interpreter on the nodes")
+        object.__setattr__(self, "wrap", _words(self.wrap))
+        words = [("wrap", word) for word in self.wrap]
+        for name, value in [*self.options().items(), *self.env_vars.items(), ("python", self.python), *words]:
             if value is not None and any(ord(letter) < 32 for letter in str(value)):
                 raise SpecError(f"Slurm: {name}={value!r} has a line break or another control character")
 
     def options(self) -> dict[str, str | int | None]:
         """What the user asks of SLURM."""
-        own = {
+        own: dict[str, str | int | None] = {
             "cpus-per-task": self.workers_per_node * self.cpus_per_worker,
             "mem": self.mem,
             "partition": self.partition,
@@ -146,7 +157,17 @@ class Slurm(Remote):
         def launch(plan: Plan) -> SlurmJobs | _Steps:
             return SlurmJobs(self, plan) if hosts is None else _Steps(self, plan, hosts)
 
-        return self.start_with(self.nodes, self.interface, launch, blueprint, mode, recovery, events)
+        return self.start_with(self.nodes, launch, blueprint, mode, recovery, events)
+
+
+def _words(wrap: str | Sequence[str]) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(wrap) if isinstance(wrap, str) else wrap)
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"Slurm(wrap={wrap!r}): expected a string or a list of words ({error})") from None
+    if not all(isinstance(word, str) for word in words):
+        raise SpecError(f"Slurm(wrap={wrap!r}): expected a string or a list of words")
+    return words
 
 
 # -- what is submitted --------------------------------------------------------------------------------------------
@@ -172,8 +193,9 @@ def job_script(slurm: Slurm, name: str, command: Sequence[str], log: Path, folde
 
 def _body(slurm: Slurm, command: Sequence[str]) -> list[str]:
     exports = [f"export {name}={shlex.quote(str(value))}" for name, value in slurm.env_vars.items()]
-    # `exec`: signals of the scheduler reach the agent itself, which finishes its step and says goodbye.
-    return [*exports, *slurm.setup, f"exec {shlex.join(command)}", ""]
+    # `exec`: signals of the scheduler reach the agent itself, or what it is wrapped in, and not a shell that would
+    # drop them: the agent finishes its step and says goodbye.
+    return [*exports, *slurm.setup, f"exec {shlex.join([*slurm.wrap, *command])}", ""]
 
 
 def srun_command(slurm: Slurm, host: str, script: Path) -> list[str]:
@@ -241,7 +263,8 @@ class SlurmJobs:
 
     def start(self, node: int) -> None:
         self._cancel(node)  # it may wait for what will never be
-        script = job_script(self._slurm, self._name, self._plan.command(node), self._log(node), Path.cwd())
+        command = self._plan.command(node, self._slurm.python)
+        script = job_script(self._slurm, self._name, command, self._log(node), Path.cwd())
         try:
             answer = _run(["sbatch", "--parsable"], script, closing=self._plan.closing, patience_s=_LAST_COMMAND_S)
         except NoAnswer:
@@ -305,7 +328,7 @@ class _Steps:
 
     def start(self, node: int) -> None:
         script = self._plan.folder / f"node-{node}.sh"
-        script.write_text("\n".join(["#!/bin/bash", *_body(self._slurm, self._plan.command(node))]))
+        script.write_text("\n".join(["#!/bin/bash", *_body(self._slurm, self._plan.command(node, self._slurm.python))]))
         with (self._logs / f"node-{node}.log").open("ab") as log:
             self._steps[node] = subprocess.Popen(
                 srun_command(self._slurm, self._hosts[node], script),

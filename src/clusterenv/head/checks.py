@@ -7,22 +7,27 @@ its spaces, before anything is made of them.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import gymnasium
 import numpy as np
 
+from clusterenv import versions
 from clusterenv._version import __version__
 from clusterenv.errors import ProtocolError
 from clusterenv.pool.layout import Leaf
-from clusterenv.pool.messages import DriftSamples, Finals, FragmentResult
+from clusterenv.pool.messages import DriftSamples, Finals, FragmentResult, MissingKeys
 from clusterenv.protocol.messages import PROTOCOL, Hello
 
-__all__ = ["check_fragment", "mismatch"]
+__all__ = ["check_fragment", "check_missing", "mismatch"]
+
+_MOST_KEYS = 1000
+_LONGEST_KEY = 1000
 
 
-def mismatch(hello: Hello, cores: int, sends_pickle: bool) -> str | None:
-    """Why a node does not fit a run that needs so many cores of it."""
+def mismatch(hello: Hello, cores: int, sends_pickle: bool, packages: Iterable[str]) -> str | None:
+    """Return why a node does not fit a run that needs so many cores of it, and these packages in matching versions."""
     pairs = [
         ("protocol", str(hello.protocol), str(PROTOCOL)),
         ("clusterenv", hello.clusterenv, __version__),
@@ -30,12 +35,17 @@ def mismatch(hello: Hello, cores: int, sends_pickle: bool) -> str | None:
         ("Gymnasium", hello.gymnasium, gymnasium.__version__),
     ]
     wrong = [f"{name} {theirs} there, {ours} here" for name, theirs, ours in pairs if theirs != ours]
+    if hello.protocol == PROTOCOL:
+        wrong += versions.differences(hello.versions, versions.installed(), packages, sends_pickle)
     if wrong:
         return f"versions differ: {'; '.join(wrong)}. Install the same on both sides"
     if sends_pickle and not hello.allow_pickle:
         return f"{hello.host} takes no pickled code: say allow_pickle=False here, or start it without --no-pickle"
     if hello.cores < cores:
-        return f"{hello.host} has {hello.cores} cores for {cores} workers: ask for fewer workers_per_node"
+        return (
+            f"{hello.host} may use {hello.cores} CPUs (by affinity and control group quotas) for {cores} workers: "
+            "ask for fewer workers_per_node or more CPUs, or say oversubscribe=True"
+        )
     return None
 
 
@@ -51,6 +61,11 @@ def _check(result: FragmentResult, num_steps: int, columns: int, leaves: tuple[L
     _need(_is_int(result.num_steps) and 0 <= result.num_steps <= num_steps, "its number of steps")
     _need(_is_int(result.version), "its version")
     _need(all(isinstance(value, float) and value >= 0 for value in (result.env_s, result.policy_s)), "its times")
+    _need(isinstance(result.not_sent, str) and len(result.not_sent) < 1000, "its infos")
+    step_s = result.step_s
+    if step_s is not None:
+        _need(isinstance(step_s, np.ndarray) and step_s.dtype == np.float32 and step_s.shape == (columns,), "its times")
+        _need(bool(np.isfinite(step_s).all() and (step_s >= 0).all()), "its times")
     error = result.policy_error
     _need(error is None or (len(error) == 2 and all(isinstance(text, str) for text in error)), "its policy error")
     _finals(result.finals, num_steps, columns, leaves)
@@ -63,6 +78,18 @@ def _check(result: FragmentResult, num_steps: int, columns: int, leaves: tuple[L
     for entries in result.infos.values():
         for t, column, _ in entries:
             _need(_is_int(t) and 0 <= t < num_steps and _is_int(column) and 0 <= column < columns, "an info's place")
+
+
+def check_missing(missing: Any) -> None:
+    """What the answer to a fragment has in place of infos; raises ProtocolError."""
+    if missing is not None:
+        _need(isinstance(missing, MissingKeys) and (missing.mask is None or _is_key(missing.mask)), "its missing keys")
+        for keys in (missing.info_keys, missing.seen):
+            _need(isinstance(keys, list) and len(keys) <= _MOST_KEYS and all(map(_is_key, keys)), "its missing keys")
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST_KEY
 
 
 def _finals(finals: Finals, num_steps: int, columns: int, leaves: tuple[Leaf, ...]) -> None:

@@ -17,14 +17,14 @@ import msgspec
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.code import missing_package
-from clusterenv.errors import ProtocolError, SpecError, UsageError
-from clusterenv.events import emit
-from clusterenv.head.checks import check_fragment
+from clusterenv.errors import PolicyError, ProtocolError, SpecError, StartError, UsageError
+from clusterenv.events import emit, emit_output
+from clusterenv.head.checks import check_fragment, check_missing
 from clusterenv.head.head import Head
 from clusterenv.head.offers import Weights
 from clusterenv.head.roster import Seated, Unseated
 from clusterenv.pool.arena import Arena, ArenaLayout
-from clusterenv.pool.crew import Exit
+from clusterenv.pool.crew import Cause, Exit, Stack
 from clusterenv.pool.layout import Buffers, Layout
 from clusterenv.pool.messages import (
     Built,
@@ -43,19 +43,24 @@ from clusterenv.pool.messages import (
 from clusterenv.pool.mirror import Block, read_inputs, write_fragment, write_rows
 from clusterenv.protocol.messages import (
     Answer,
+    Code,
     Exited,
     Failed,
     Fragments,
     Host,
     Kill,
+    Lacks,
     Offer,
     Output,
     Ring,
     Rows,
     Rung,
+    StackTrace,
     Start,
     Tell,
+    TraceStack,
 )
+from clusterenv.sources import pack
 from clusterenv.spec import Blueprint
 
 __all__ = ["RemoteCrew", "inputs_of", "tell_of"]
@@ -124,6 +129,7 @@ class RemoteCrew:
     ) -> None:
         self._head = head
         self._payload = blueprint.payload
+        self._packages = {package.wanted.name: package for package in blueprint.packages}
         self._encode = encode_named if blueprint.is_named else encode
         self._slots_of = slots_of
         self._seat_of = seat_of
@@ -142,6 +148,7 @@ class RemoteCrew:
                 preload,
                 other,
                 blueprint.is_named,
+                tuple(package.wanted for package in blueprint.packages),
             )
             for seat, workers in enumerate(self._workers)
         ]
@@ -149,6 +156,7 @@ class RemoteCrew:
         self._owner = os.getpid()
         self._seated = {seat for seat in range(len(self._workers)) if head.roster.holder(seat) is not None}
         self._hosted: set[int] = set()
+        self._may_lack: set[int] = set()  # may still ask for packages: once after each `Host`
         self._running: set[int] = set()
         self._asked: dict[tuple[int, int], _Asked] = {}  # by (worker, request); what is not here is not listened to
         self._rung_at: dict[int, int] = {}  # seat → the whole step that it was asked for
@@ -177,6 +185,7 @@ class RemoteCrew:
             self._offered[seat].clear()
             self._has[seat] = 0
             self._head.send(seat, self._hosts[seat], [self._payload])
+            self._may_lack.add(seat)
             for kind, layout in self._layouts:
                 self._head.send(seat, kind(seat), [layout])
         self._head.send(seat, Start(seat, index))
@@ -245,7 +254,7 @@ class RemoteCrew:
     def ring(self, request: int) -> None:
         for seat in self._hosted & self._seated:
             self._rung_at[seat] = request
-            for worker in self._workers[seat]:
+            for worker in self._running.intersection(self._workers[seat]):
                 self._asked[worker, request] = _ROWS
             self._head.send(seat, Ring(seat, request), [self._blocks[seat].read_inputs()])
 
@@ -305,18 +314,23 @@ class RemoteCrew:
         for worker in self._workers[seat]:
             if worker in self._running:
                 if change.is_moved:
-                    self._exited(worker, f"leaves node {change.node}: {change.reason}", "", is_moved=True)
+                    self._exited(worker, f"leaves node {change.node}: {change.reason}", "", Cause.MOVED)
                 else:
-                    self._exited(worker, f"was on node {change.node}, which is gone: {change.reason}", "")
+                    reason = f"was on node {change.node}, which is gone: {change.reason}"
+                    self._exited(worker, reason, "", Cause.NODE_LOST)
 
     def _open(self, seat: int, message: Any, frames: list[Any]) -> None:
         if isinstance(message, Rung):
             self._rung(seat, message, frames)
         elif isinstance(message, Failed):
             node = f"node {self._head.roster.holder(seat)}"
+            if not message.is_code:
+                raise StartError(f"{node} cannot start its workers: {message.text}")
             advice = missing_package(message.text, node)
             text = f"the environments' code could not be loaded on {node}"
             raise SpecError(f"{text}{': ' * bool(advice)}{advice}\n{message.text}")
+        elif isinstance(message, Lacks):
+            self._send_code(seat, set(message.packages))
         elif message.worker not in self._workers[seat]:
             raise ProtocolError(f"worker {message.worker} is not of seat {seat}")
         elif isinstance(message, Answer):
@@ -326,13 +340,32 @@ class RemoteCrew:
                 self._exited(message.worker, message.reason, message.tail)
         elif isinstance(message, Output):
             self._print(message)
+        elif isinstance(message, StackTrace):
+            self._events.append((message.worker, Stack(message.text)))
+
+    def _send_code(self, seat: int, names: set[str]) -> None:
+        """Send the files of these packages: once, for packing them takes time."""
+        if seat not in self._may_lack or not names <= self._packages.keys():
+            raise ProtocolError("a request for packages that were not offered, or were sent already")
+        self._may_lack.discard(seat)
+        packages = [self._packages[name] for name in sorted(names)]
+        for package in packages:
+            if package.unsendable:
+                emit(
+                    logging.WARNING,
+                    f"node {self._head.roster.holder(seat)} cannot import {package.wanted.name!r} as it is in "
+                    f"{package.wanted.folder}, and it cannot be sent because {package.unsendable}: the node uses what "
+                    "it has under that name, if anything",
+                )
+        self._head.send(seat, Code(seat), [pack(packages)])
 
     def _rung(self, seat: int, rung: Rung, frames: list[Any]) -> None:
-        workers = self._workers[seat]
         if self._rung_at.pop(seat, -1) != rung.request:
             return  # said twice, or of another time
+        workers = self._workers[seat]
         for worker in workers:
-            self._asked.pop((worker, rung.request), None)
+            if self._asked.pop((worker, rung.request), None) is None:
+                raise ProtocolError(f"a whole step of seat {seat}, whose worker {worker} had ended before")
         if len(frames) != 1 + len(rung.workers):
             raise ProtocolError("a whole step with frames missing")
         self._blocks[seat].write_rows(frames[0])
@@ -361,8 +394,11 @@ class RemoteCrew:
         elif asked.brings == "rows":
             write_rows(self._rows, answer.slots, frames[1])
         reply = self._reply(frames[0], request, worker) if len(frames[0]) else request
-        if asked.brings == "fragment" and isinstance(reply, Reply) and isinstance(reply.result, FragmentResult):
+        if asked.brings == "fragment":
+            if not isinstance(reply, Reply) or not isinstance(reply.result, FragmentResult):
+                raise ProtocolError(f"worker {worker} answered a request for a fragment without its result")
             check_fragment(reply.result, asked.num_steps, len(self._slots_of[worker]), self._rows.layout.obs)
+            check_missing(reply.infos)
         self._events.append((worker, reply))
 
     def _reply(self, body: Any, request: int, worker: int) -> Any:
@@ -375,11 +411,11 @@ class RemoteCrew:
             raise ProtocolError(f"an answer of worker {worker} about slots that it does not have")
         return reply
 
-    def _exited(self, worker: int, reason: str, tail: str, is_moved: bool = False) -> None:
+    def _exited(self, worker: int, reason: str, tail: str, cause: Cause = Cause.CRASHED) -> None:
         self._running.discard(worker)
         self._asked = {key: asked for key, asked in self._asked.items() if key[0] != worker}
         self._head.progress.pop(worker, None)
-        self._events.append((worker, Exit(reason, tail, is_moved)))
+        self._events.append((worker, Exit(reason, tail, cause)))
 
     def _print(self, output: Output) -> None:
         slots = self._slots_of[output.worker]
@@ -387,7 +423,7 @@ class RemoteCrew:
             mark, _, rest = line.removeprefix("\x00").partition("\x00")
             known = line.startswith("\x00") and mark.isdecimal()
             where = f"slot {mark}" if known else f"slots {slots[0]}-{slots[-1]}"
-            emit(logging.INFO, f"[{where}] {rest if line.startswith(chr(0)) else line}")
+            emit_output(f"[{where}] {rest if line.startswith(chr(0)) else line}")
 
     # -- watching and ending ----------------------------------------------------------------------------------
 
@@ -406,6 +442,11 @@ class RemoteCrew:
             )
         self._head.scale(nodes)
 
+    def need_packages(self, names: tuple[str, ...]) -> None:
+        wrong = self._head.need_packages(names)
+        if wrong is not None:
+            raise PolicyError(f"the policy cannot run on {wrong}")
+
     def is_leaving(self, index: int) -> bool:
         return self._seat_of[index] in self._head.leaving
 
@@ -419,6 +460,10 @@ class RemoteCrew:
     def kill(self, index: int) -> None:
         seat = self._seat_of[index]
         self._head.send(seat, Kill(seat, index))
+
+    def stack(self, index: int) -> None:
+        seat = self._seat_of[index]
+        self._head.send(seat, TraceStack(seat, index))
 
     def close(self, timeout_s: float) -> None:
         if os.getpid() != self._owner:

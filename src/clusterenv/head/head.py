@@ -21,6 +21,7 @@ import zmq
 from clusterenv.errors import ProtocolError
 from clusterenv.events import Event, EventLog
 from clusterenv.head.checks import mismatch
+from clusterenv.head.ending import Ending
 from clusterenv.head.offers import Offers, Weights
 from clusterenv.head.roster import Admit, Dismiss, Instruction, Refuse, Replace, Roster, Seated, Unseated
 from clusterenv.protocol.frames import FRAME_LIMIT, Reader, head_reader, to_wire
@@ -36,6 +37,7 @@ from clusterenv.protocol.messages import (
 )
 from clusterenv.transport.keys import KeyPair
 from clusterenv.transport.sockets import Arrived, HeadSocket, Link
+from clusterenv.versions import FOR_PICKLES
 
 __all__ = ["Head", "Keeper", "Timing"]
 
@@ -105,6 +107,7 @@ class _Caller:
 class Head:
     """
     Args:
+        host, ports: where to listen: on the first of these ports that is free (0: on any).
         node_keys: public keys of the nodes, in the order of their numbers.
         cores: that a node must have.
         invited: so many of the nodes take part at first.
@@ -114,8 +117,8 @@ class Head:
         self,
         keys: KeyPair,
         node_keys: list[str],
-        bind: str,
-        port: int,
+        host: str,
+        ports: Sequence[int],
         timing: Timing,
         events: EventLog,
         keeper: Keeper,
@@ -123,14 +126,17 @@ class Head:
         sends_pickle: bool = True,
         invited: int | None = None,
     ) -> None:
-        self._socket = HeadSocket(bind, port, keys, frame_limit=FRAME_LIMIT, dead_after_s=timing.dead_after_s)
+        self._socket = HeadSocket(host, ports, keys, frame_limit=FRAME_LIMIT, dead_after_s=timing.dead_after_s)
         self.address = self._socket.address
         self._node_of = {key: number for number, key in enumerate(node_keys)}
         for key in node_keys:
             self._socket.allow(key)
         self.timing = timing
+        self._ending = Ending()
         self._cores = cores  # that a node must have
         self._sends_pickle = sends_pickle
+        self._packages = set(FOR_PICKLES if sends_pickle else ())
+        self._hellos: dict[int, Hello] = {}  # of the nodes that are here
         self._events = events
         self._keeper = keeper
         self.roster = Roster(len(node_keys), timing.dead_after_s, timing.move_after_s, invited)
@@ -192,6 +198,19 @@ class Head:
         with self._mine:
             self._do(self.roster.share_out(time.monotonic()))
 
+    def need_packages(self, names: Sequence[str]) -> str | None:
+        """From now on nodes need these, in versions that fit; returns who of those that are here does not fit, and why.
+
+        A node that joins later and does not fit is refused.
+        """
+        with self._mine:
+            self._packages.update(names)
+            for node in sorted(self._active):
+                wrong = mismatch(self._hellos[node], self._cores, self._sends_pickle, names)
+                if wrong is not None:
+                    return f"node {node} ({self._hellos[node].host}): {wrong}"
+        return None
+
     def pump(self, timeout_s: float) -> None:
         """Wait until something has come, at most so long, and sort it."""
         with self._mine:
@@ -234,6 +253,8 @@ class Head:
         if now >= self._next_tick:
             self._next_tick = now + _TICK_S
             for node, reason in self._keeper.over.items():
+                # An agent in a container may outlive its job; it must not come back in place of the next one.
+                self._send(node, Leave(-1, f"its job is over: {reason}"))
                 self._do(self.roster.gone(node, reason, now))
             self._do(self.roster.tick(began, self._listening_since))
 
@@ -281,15 +302,19 @@ class Head:
 
     def _hello(self, peer: _Peer, hello: Hello, now: float) -> None:
         before = self._active.get(peer.node)
-        done = self.roster.hello(peer.node, hello.instance, mismatch(hello, self._cores, self._sends_pickle), now)
+        wrong = mismatch(hello, self._cores, self._sends_pickle, self._packages)
+        done = self.roster.hello(peer.node, hello.instance, wrong, now)
         if any(isinstance(item, Admit) for item in done):
             self._active[peer.node] = peer
+            self._hellos[peer.node] = hello
             where = f"{hello.host} (process {hello.pid}, {hello.cores} cores)"
             kind = "node_joined" if before is None else "node_back"
             self._events.add(Event(kind, f"node {peer.node} is here: {where}"), level=logging.INFO)
         for item in done:
             if isinstance(item, Refuse):
                 self.refusals[item.node] = item.reason
+                if item.final:
+                    self._events.add(Event("node_refused", f"node {item.node} was refused: {item.reason}"))
                 self._say(peer, 0, Refused(item.reason, item.final))
         self._do([item for item in done if not isinstance(item, Refuse)])
 
@@ -320,7 +345,7 @@ class Head:
             elif isinstance(item, Seated):
                 self.seat_events.append(item)
             elif isinstance(item, Dismiss):
-                self._send(item.node, Leave(-1))
+                self._send(item.node, Leave(-1, "the run needs fewer nodes"))
                 if self._active.pop(item.node, None) is not None:
                     self._events.add(Event("node_left", f"node {item.node}: scaled down"), level=logging.INFO)
                 self._keeper.let_go(item.node)
@@ -367,11 +392,12 @@ class Head:
         """Tell everybody that the run is over. Idempotent."""
         if self._quit.is_set():
             return
+        error = self._ending.error()
         self._quit.set()
         os.eventfd_write(self._mine.wake, 1)
         self._thread.join()
         for node in list(self._active):
-            self._send(node, Leave(-1))
+            self._send(node, Leave(-1, f"the run failed: {error}" if error else "the run is over", bool(error)))
         deadline = time.monotonic() + 1.0
         while self._active and time.monotonic() < deadline:  # what was said must be out before the socket closes
             self._poller.poll(50)

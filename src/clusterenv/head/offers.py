@@ -11,7 +11,7 @@ import msgspec
 
 from clusterenv.events import emit
 from clusterenv.protocol.frames import CHUNK
-from clusterenv.protocol.messages import Chunk, Offer, Pull
+from clusterenv.protocol.messages import Chunk, Offer, Pull, Withdrawn
 
 __all__ = ["Offers", "Weights"]
 
@@ -44,10 +44,10 @@ class Offers:
         self._weights = {key: kept for key, kept in self._weights.items() if key[0] != seat}
 
     def answer(self, pull: Pull, now: float) -> Iterator[tuple[Any, list[Any]]] | None:
-        """Messages with their frames; None where there is no such thing to pull."""
+        """Messages with their frames; None where it asks for bytes that there are not."""
         weights = self._weights.get((pull.seat, pull.offer))
-        if weights is None:
-            return None
+        if weights is None:  # silence would leave the seat waiting for ever, and all that waits behind these weights
+            return iter([(Withdrawn(pull.seat, pull.offer), [])])
         if pull.size < 0:
             return iter([(self._whole(weights), [])])
         if not 0 <= pull.at <= pull.at + pull.size <= len(weights.data):

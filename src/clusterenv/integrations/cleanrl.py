@@ -44,8 +44,9 @@ class Gymnasium029(VectorWrapper):
     """Infos of Gymnasium 0.29 over any `VectorEnv` that autoresets in the same step.
 
     In a step that ends episodes, `infos["final_info"]` and `infos["final_observation"]` are `[N]` arrays of
-    objects with `None` where no episode ended. If a worker was lost, the last observation that arrived stands
-    in for the final one, and `final_info` is `None`: a script must not log half an episode as a whole one.
+    objects with `None` where no episode ended. If an environment or its worker was lost, the last observation
+    that arrived stands in for the final one, and `final_info` is `None`: a script must not log half an episode as a
+    whole one.
 
     The single spaces are copies, because scripts assign to them (`single_observation_space.dtype = ...`), and
     `reset(seed=...)` seeds the single action space, from which scripts draw their exploration.
@@ -81,7 +82,7 @@ class Gymnasium029(VectorWrapper):
         return self._obs, rewards, terminations, truncations, infos
 
     def _as_before_1_0(self, infos: dict[str, Any], done: Any, before: Any) -> dict[str, Any]:
-        lost = infos.get("worker_lost", np.zeros(self.num_envs, dtype=np.bool_))
+        lost = ~infos.get("transition_valid", np.ones(self.num_envs, dtype=np.bool_))
         ends = {
             key: infos.get(f"_{key}", np.zeros(self.num_envs, dtype=np.bool_)) for key in ("final_obs", "final_info")
         }

@@ -54,8 +54,9 @@ def make_sb3(env: Any, num_envs: int | None = None, *, monitor: bool = True, **k
 class SB3VecEnv(VecEnv):
     """An SB3 `VecEnv` over any Gymnasium `VectorEnv` in `SAME_STEP` autoreset.
 
-    Where a worker was lost, the step's info has `transition_valid=False`, and `terminal_observation` is the
-    last observation that arrived: SB3 bootstraps there, as at a time limit, and never joins two episodes.
+    Where an environment or its worker was lost, the step's info has `transition_valid=False`, and
+    `terminal_observation` is the last observation that arrived: SB3 bootstraps there, as at a time limit, and never
+    joins two episodes.
 
     >>> envs = SB3VecEnv(ClusterEnv("CartPole-v1", 2, autoreset_mode=AutoresetMode.SAME_STEP))
     >>> envs.num_envs
@@ -135,19 +136,23 @@ class SB3VecEnv(VecEnv):
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
         if attr_name == "render_mode":  # SB3 asks before anything else; a remote answer would cost a round trip
             values: Sequence[Any] = [self.envs.render_mode] * self.num_envs
+        elif indices is not None and isinstance(self.envs, ClusterEnv):
+            return list(self.envs.get_attr(attr_name, list(self._get_indices(indices))))
         else:
             values = self.envs.get_attr(attr_name)
         return [values[i] for i in self._get_indices(indices)]
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
-        chosen = set(self._get_indices(indices))
+        chosen = sorted(set(self._get_indices(indices)))
         if len(chosen) == self.num_envs:
-            values = [value] * self.num_envs
-        else:
+            self.envs.set_attr(attr_name, [value] * self.num_envs)
+        elif isinstance(self.envs, ClusterEnv):
+            self.envs.set_attr(attr_name, [value] * len(chosen), chosen)
+        else:  # other vector environments set all: the rest keep what they have
             values = list(self.get_attr(attr_name))
             for i in chosen:
                 values[i] = value
-        self.envs.set_attr(attr_name, values)
+            self.envs.set_attr(attr_name, values)
 
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
@@ -169,7 +174,7 @@ class SB3VecEnv(VecEnv):
 
 
 class _WholeEpisodesMonitor(VecMonitor):
-    """SB3's `VecMonitor`, less the episodes that a lost worker cut off."""
+    """SB3's `VecMonitor`, less the episodes that were lost with an environment or a worker."""
 
     def step_wait(self) -> tuple[Any, Any, Any, list[dict[str, Any]]]:
         obs, rewards, dones, infos = super().step_wait()

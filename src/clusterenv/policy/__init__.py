@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from clusterenv.arguments import shown
 from clusterenv.errors import PolicyError
 from clusterenv.policy.base import Policy
 
@@ -13,22 +14,26 @@ __all__ = ["as_policy", "is_agent"]
 
 def as_policy(agent: Any) -> Policy:
     """What the user attached, as a policy: torch modules and Stable-Baselines3 algorithms are wrapped."""
-    if isinstance(agent, Policy):
+    if isinstance(agent, Policy) and not isinstance(agent, type):
         return agent
     module = _module_of(agent)
     if module is not None:
         from clusterenv.policy.torch import TorchPolicy
 
         return TorchPolicy(module)
+    if isinstance(agent, type):
+        hint = f"; this is the class, write {agent.__name__}(...)"
+    else:
+        hint = "; write NumpyPolicy(forward, weights)" if callable(agent) else ""
     raise PolicyError(
-        f"{type(agent).__name__} is no policy: pass a torch.nn.Module, TorchPolicy(module, dist=...), "
-        "NumpyPolicy(...) or RandomPolicy()"
+        f"collector(agent={shown(agent)}): expected a torch.nn.Module, TorchPolicy(module, dist=...), "
+        f"NumpyPolicy(...), RandomPolicy() or a Stable-Baselines3 algorithm{hint}"
     )
 
 
 def is_agent(value: Any) -> bool:
     """Whether `step` was given something that acts, rather than actions."""
-    return isinstance(value, Policy) or _module_of(value) is not None
+    return (isinstance(value, Policy) and not isinstance(value, type)) or _module_of(value) is not None
 
 
 def _module_of(agent: Any) -> Any:

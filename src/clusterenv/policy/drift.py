@@ -61,15 +61,15 @@ class DriftTable:
 
     Args:
         forward: (obs [n, ...]) → parameters [n, P] of the newest policy.
-        forward_of: (version, obs) → the same of an older one, where its weights are still known; for versions that
-            nobody has acted with yet.
+        forward_of: (version, obs) → the same of an older one that nobody has acted with yet; None where its weights
+            are not known any more.
     """
 
     def __init__(
         self,
         measure: Divergence,
         forward: Callable[[Any], Any],
-        forward_of: Callable[[int, Any], Any] | None = None,
+        forward_of: Callable[[int, Any], Any | None] | None = None,
         seed: int = 0,
     ) -> None:
         self._measure = measure
@@ -128,6 +128,7 @@ class DriftTable:
 
     def _measured(self, version: int, knobs: dict[str, Any]) -> Drift | None:
         reservoir = self._reservoirs.get(version)
+        old: Any
         if reservoir is not None:
             obs, old = _stack(reservoir.obs), np.stack(reservoir.params)
         else:
@@ -136,6 +137,8 @@ class DriftTable:
                 return None
             obs = _stack(self._reservoirs[newest].obs)
             old = self._forward_of(version, obs)
+            if old is None:
+                return None
         return _drift(self._measure(old, self._forward(obs), knobs))
 
 

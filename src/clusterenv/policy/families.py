@@ -7,6 +7,7 @@ randomness enters as `noise [B, noise_size]`, so that what a slot does depends o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -354,6 +355,16 @@ def _column(value: Any, rows: int) -> Any:
 def mask_logits(params: Any, mask: Any) -> Any:
     """Rule out actions whose mask is False (or 0)."""
     return np.where(np.asarray(mask, dtype=np.bool_), params, _NEVER)
+
+
+def stack_masks(masks: Sequence[Any], size: int) -> Any:
+    """Return the masks of several environments as bools [B, size]; one that gave none (None) allows everything."""
+    everything = np.ones(size, dtype=np.bool_)
+    rows = [everything if mask is None else np.asarray(mask, dtype=np.bool_).reshape(-1) for mask in masks]
+    other = set(map(len, rows)) - {size}
+    if other:
+        raise PolicyError(f"an action mask has {min(other)} entries, but the policy chooses among {size} actions")
+    return np.stack(rows)
 
 
 _NAMED: dict[str, tuple[type, Any]] = {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from gymnasium import Space
 
+from clusterenv.arguments import check_fields
 from clusterenv.errors import PolicyError
 from clusterenv.policy.base import Prepared
 from clusterenv.policy.codec import Weights
@@ -34,11 +35,14 @@ class NumpyPolicy:
     """
 
     forward: Callable[[Weights, Any], Any]
-    values: Weights
+    values: Mapping[str, Any]
     dist: str = "categorical"
     action_mask: str | None = None
     epsilon: Any = 0.0
     noise: Any = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def prepare(self, observation_space: Space[Any], action_space: Space[Any]) -> Prepared:
         family = family_for(self.dist, action_space)

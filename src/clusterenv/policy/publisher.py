@@ -99,8 +99,9 @@ class Publisher:
     def _forward_newest(self, rows: Any) -> Any:
         return self._run(self.data, rows)
 
-    def _forward_of(self, version: int, rows: Any) -> Any:
-        return self._run(self._kept[version], rows)
+    def _forward_of(self, version: int, rows: Any) -> Any | None:
+        weights = self._kept.get(version)
+        return None if weights is None else self._run(weights, rows)
 
     def _run(self, data: bytes, rows: Any) -> Any:
         if self._probe is None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from gymnasium import Space, spaces
 
-__all__ = ["LOOKED_FOR", "Shape", "candidates", "from_distribution", "pack"]
+__all__ = ["LOOKED_FOR", "Shape", "candidates", "example_for", "from_distribution", "pack"]
 
 LOOKED_FOR = (
     "CleanRL's agents (get_action_and_value with actor, network + actor, or actor_mean + actor_logstd), "
@@ -91,6 +91,18 @@ def candidates(module: Any, action_space: Space[Any]) -> list[Shape]:
     if all(hasattr(module, name) for name in ("fc_mean", "fc_logstd", "action_scale")):
         found.append(Shape("CleanRL SAC", "tanh-normal", _sac_actor, None, None))
     return found
+
+
+def example_for(action_space: Space[Any]) -> str:
+    """Return what a `dist` function could return for this action space, as code to start from."""
+    if isinstance(action_space, spaces.Box):
+        return "torch.distributions.Normal(module(obs), 0.5)"
+    if isinstance(action_space, spaces.MultiBinary):
+        return "torch.distributions.Bernoulli(logits=module(obs))"
+    if isinstance(action_space, spaces.MultiDiscrete):
+        sizes = action_space.nvec.reshape(-1).tolist()
+        return f"[torch.distributions.Categorical(logits=part) for part in module(obs).split({sizes}, dim=1)]"
+    return "torch.distributions.Categorical(logits=module(obs))"
 
 
 def pack(output: Any) -> Any:

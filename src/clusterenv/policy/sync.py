@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from clusterenv.arguments import check_fields, closest, expect, refused
 from clusterenv.errors import PolicyError, SpecError
 from clusterenv.policy.divergence import is_kl
 from clusterenv.policy.families import Family
@@ -54,8 +55,7 @@ class Every:
     k: int
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise SpecError(f"Every({self.k}): expected 1 or more")
+        expect("Every", "k", self.k, int, least=1)
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class APS:
     z: float = 1.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.threshold is not None and self.ess is not None:
             raise SpecError("APS: threshold and ess say the same thing; give one")
         if self.threshold is not None and not 0.0 <= self.threshold < math.inf:
@@ -99,14 +100,19 @@ class APS:
         if self.ess is not None and not 0.0 < self.ess < 1.0:
             raise SpecError(f"APS(ess={self.ess}): expected a share between 0 and 1")
         for name in ("max_lag", "max_fragments"):
-            most = getattr(self, name)
-            if most is not None and most < 1:
-                raise SpecError(f"APS({name}={most}): expected 1 or more")
-        if self.min_updates < 1 or not self.z >= 0.0:
-            raise SpecError(f"APS(min_updates={self.min_updates}, z={self.z}): expected 1 or more, and 0 or more")
+            expect("APS", name, getattr(self, name), int | None, least=1)
+        expect("APS", "min_updates", self.min_updates, int, least=1)
+        expect("APS", "z", self.z, float, least=0)
+
+    def __repr__(self) -> str:
+        """Show the threshold in effect, also where none was given."""
+        first = f"threshold={self.delta:g}" if self.ess is None else f"ess={self.ess:g} (threshold {self.delta:.3g})"
+        names = ("max_lag", "max_fragments", "min_updates", "z")
+        return f"APS({first}, {', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     @property
     def delta(self) -> float:
+        """The threshold in effect."""
         if self.ess is not None:
             return -0.5 * math.log(self.ess)
         return 0.01 if self.threshold is None else self.threshold
@@ -116,16 +122,32 @@ Rule = Always | Every | Never | APS | Callable[[Standing], bool]
 
 
 def fit(rule: Rule, family: Family) -> Rule:
-    """The rule, if it has a meaning for this kind of policy."""
+    """The rule, if it is one and has a meaning for this kind of policy."""
+    _check(rule)
     if isinstance(rule, APS) and rule.ess is not None and not is_kl(family):
         raise PolicyError(
             f"APS(ess=...) has no meaning for a {family.name} policy, whose samples have no density ratio: "
             "use APS(threshold=...), the share of states whose action changed (epsilon-greedy), or half the "
             "squared distance of actions over the noise (deterministic)"
         )
-    if not isinstance(rule, (Always, Every, Never, APS)) and not callable(rule):
-        raise SpecError(f"sync={rule!r}: expected Always(), APS(...), Every(k), Never() or a function of a Standing")
     return rule
+
+
+def _check(rule: Any) -> None:
+    """Raise SpecError unless this is a rule."""
+    if isinstance(rule, type) or not (isinstance(rule, (Always, Every, Never, APS)) or callable(rule)):
+        hint = f"this is the class, write sync={rule.__name__}(...)" if isinstance(rule, type) else _meant(rule)
+        wanted = "Always(), APS(...), Every(k), Never() or a function of a Standing"
+        raise refused("collector", "sync", rule, wanted, hint)
+
+
+def _meant(rule: Any) -> str:
+    if isinstance(rule, str):
+        name = closest(rule, ("Always", "APS", "Every", "Never"))
+        return f"write sync={name}({'k' * (name == 'Every')})" if name else ""
+    if isinstance(rule, float):
+        return f"write sync=APS(threshold={rule})"
+    return f"write sync=Every({rule})" if isinstance(rule, int) else ""
 
 
 def wants_drift(rule: Rule) -> bool:
@@ -154,6 +176,8 @@ def decide(rule: Rule, standing: Standing) -> Decision:
         if standing.drift is None:
             return Decision(True, "drift not known")
         bound = standing.drift + rule.z * (standing.drift_se or 0.0)
+        if math.isnan(bound):
+            return Decision(True, "drift is not a number")
         if bound <= rule.delta and rule.max_fragments is not None and standing.fragments >= rule.max_fragments:
             text = f"{standing.fragments} fragments with one version, as its drift of {standing.drift:.2g} stays below"
             return Decision(True, f"{text} {rule.delta:.2g}", is_overdue=True)

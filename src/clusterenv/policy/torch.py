@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from gymnasium import Space
 
+from clusterenv.arguments import expect, shown
 from clusterenv.batch import map_arrays
 from clusterenv.errors import PolicyError
 from clusterenv.policy.base import PAD, Prepared
 from clusterenv.policy.codec import Weights
 from clusterenv.policy.families import Family, family_for
 from clusterenv.policy.named import Named, class_at
-from clusterenv.policy.shapes import LOOKED_FOR, candidates, from_distribution, pack
+from clusterenv.policy.shapes import LOOKED_FOR, candidates, example_for, from_distribution, pack
 
 __all__ = ["TorchPolicy"]
 
@@ -62,6 +63,8 @@ class TorchPolicy:
         (32,)
     """
 
+    packages = ("torch",)
+
     def __init__(
         self,
         module: Any,
@@ -75,7 +78,12 @@ class TorchPolicy:
         noise: Any = 0.0,
     ) -> None:
         if not isinstance(module, torch.nn.Module):
-            raise PolicyError(f"TorchPolicy takes a torch.nn.Module, got {type(module).__name__}")
+            hint = f"; this is the class, write {module.__name__}(...)" if isinstance(module, type) else ""
+            raise PolicyError(f"TorchPolicy(module={shown(module)}): expected a torch.nn.Module{hint}")
+        expect("TorchPolicy", "dist", dist, Callable[..., Any] | str | None)
+        expect("TorchPolicy", "acting", acting, Sequence[str] | None)
+        expect("TorchPolicy", "initial_state", initial_state, Callable[..., Any] | None)
+        expect("TorchPolicy", "action_mask", action_mask, str | None)
         self.module = module
         self.epsilon = epsilon
         self.noise = noise
@@ -296,8 +304,7 @@ def _recognise(clone: Any, obs: Any, action_space: Space[Any]) -> tuple[Forward,
     raise PolicyError(
         f"{type(clone).__name__} has none of the known shapes. Looked for: {LOOKED_FOR}. "
         + (f"Tried: {'; '.join(tried)}. " if tried else "")
-        + "Say how it acts: TorchPolicy(module, dist=lambda module, obs: "
-        "torch.distributions.Categorical(logits=module(obs)))"
+        + f"Say how it acts: TorchPolicy(module, dist=lambda module, obs: {example_for(action_space)})"
     )
 
 

@@ -13,10 +13,12 @@ import numpy as np
 
 from clusterenv.code import missing_package
 from clusterenv.errors import DeadlineError, PolicyError
+from clusterenv.events import Event, EventLog
 from clusterenv.policy.families import Family
 from clusterenv.policy.named import Named
 from clusterenv.pool.arena import Arena, ArenaLayout, Side
 from clusterenv.pool.cut import cut
+from clusterenv.pool.key_watch import explain
 from clusterenv.pool.layout import Buffers, Layout, leaves_of
 from clusterenv.pool.messages import (
     Episode,
@@ -24,9 +26,11 @@ from clusterenv.pool.messages import (
     FragmentResult,
     LoadWeights,
     MapArena,
+    MissingKeys,
     Reply,
     RunFragment,
     SetPolicy,
+    Sticky,
 )
 from clusterenv.pool.shelf import Shelf
 from clusterenv.pool.streaming import FragmentStream
@@ -52,6 +56,7 @@ class Host(Protocol):
     single_action_space: Any
     slots_of: list[list[int]]
     node_of: list[int]
+    events: EventLog
 
     @property
     def buffers(self) -> Buffers: ...
@@ -63,7 +68,9 @@ class Host(Protocol):
     def is_leaving(self, worker: int) -> bool: ...
     def replies(self, requests: dict[int, int]) -> list[Reply]: ...
     def incarnations(self, slots: list[int]) -> list[int]: ...
-    def collected(self, slots: list[int], stepped: Any) -> None: ...
+    def stickies(self, slots: list[int]) -> tuple[list[list[Sticky]], int]: ...
+    def collected(self, slots: list[int], stepped: Any, result: FragmentResult) -> None: ...
+    def info_not_sent(self, worker: int, reason: str) -> None: ...
     def allocate_arena(self, layout: ArenaLayout) -> Any: ...
     def put_weights(
         self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False
@@ -85,6 +92,7 @@ class FragmentDesk:
         self._running: set[int] = set()
         self._stale: set[int] = set()  # running, but nobody wants the result any more
         self._done: dict[int, FragmentResult | None] = {}
+        self._incarnations: dict[int, list[int]] = {}  # worker → of its slots when its fragment began
         self._started = False
         self._error: PolicyError | None = None
         self._side = 0
@@ -94,6 +102,7 @@ class FragmentDesk:
         self.sample_within: int | None = None
         self._stream: FragmentStream | None = None
         self.on_loss: Literal["rerun", "mask"] = "rerun"
+        self._told_missing: set[str | None] = {None}
 
     # -- what the collector asks ------------------------------------------------------------------------------
 
@@ -146,8 +155,13 @@ class FragmentDesk:
         self._waiting = set(range(len(self._host.slots_of)))
         self._begin_ready()
 
-    def take(self, deadline: float | None, timeout_s: float | None) -> tuple[Side, dict[int, FragmentResult | None]]:
-        """All fragments; None for a worker whose fragment was lost and is not run again."""
+    def take(
+        self, deadline: float | None, timeout_s: float | None
+    ) -> tuple[Side, list[tuple[FragmentResult | None, list[int]]]]:
+        """Return, for each worker, its fragment and the incarnations of its slots in it.
+
+        None in place of a fragment that was lost and is not run again.
+        """
         try:
             while self.is_busy:
                 self._begin_ready()
@@ -164,7 +178,8 @@ class FragmentDesk:
             raise
         assert self._arena is not None
         self._started = False
-        return self._arena.sides[self._side], self._done
+        workers = range(len(self._host.slots_of))
+        return self._arena.sides[self._side], [(self._done.get(w), self._incarnations[w]) for w in workers]
 
     # -- streaming --------------------------------------------------------------------------------------------
 
@@ -240,7 +255,8 @@ class FragmentDesk:
             mine = list(range(episodes))[worker :: len(workers)]
             if mine:
                 plain = {name: float(np.mean(value)) for name, value in knobs.items()}
-                message = Evaluate(host.number(), mine, seed, deterministic, record, plain)
+                stickies, epoch = host.stickies(host.slots_of[worker])
+                message = Evaluate(host.number(), mine, seed, deterministic, record, plain, stickies, epoch)
                 requests[worker] = host.post(worker, "call", host.slots_of[worker], message)
         played: list[Episode] = []
         for reply in host.replies(requests):
@@ -260,11 +276,13 @@ class FragmentDesk:
         error, self._error = self._error, None
         return error
 
-    def abandon(self) -> None:
-        """Give up what is under way: it runs to its end, and is dropped."""
+    def abandon(self) -> int:
+        """Give up what is under way: it runs to its end, and is dropped. Returns how many fragments that are."""
+        dropped = len(self._running | self._done.keys()) if self._started else 0
         self._started = False
         self._stale |= self._running
         self._waiting.clear()
+        return dropped
 
     def close(self) -> None:
         self._arena = None  # views would keep the shared memory open
@@ -283,6 +301,10 @@ class FragmentDesk:
                 self._error = PolicyError(f"{what}\n{text}", remote_traceback=text)
         if kind != "fragment" or result is None:
             return
+        if result.not_sent:
+            self._host.info_not_sent(worker, result.not_sent)
+        if isinstance(reply.infos, MissingKeys):
+            self.tell_missing(reply.infos, self._host.slots_of[worker])
         assert self._arena is not None
         side = self._side
         if self._stream is not None:
@@ -291,13 +313,21 @@ class FragmentDesk:
             self._running.discard(worker)
         self._keep_last_obs(worker, result.num_steps, self._arena.sides[side])
         if result.num_steps:
-            self._host.collected(self._host.slots_of[worker], self._arena.sides[side].valid[0])
+            self._host.collected(self._host.slots_of[worker], self._arena.sides[side].valid[0], result)
         if self._stream is not None:
             return
         if worker in self._stale:
             self._stale.discard(worker)
         else:
             self._done[worker] = result
+
+    def tell_missing(self, missing: MissingKeys, slots: list[int]) -> None:
+        """Warn of keys that no info of these slots had; of each key once, whoever says it first."""
+        mask = None if missing.mask in self._told_missing else missing.mask
+        keys = [key for key in missing.info_keys if key not in self._told_missing]
+        self._told_missing |= {mask, *keys}
+        for text in explain(missing._replace(mask=mask, info_keys=keys)):
+            self._host.events.add(Event("missing_key", text, tuple(slots)))
 
     def moved(self, worker: int) -> None:
         """It has finished what was asked, and its slots go on elsewhere."""
@@ -367,7 +397,7 @@ class FragmentDesk:
         self._known[worker] = (self._epoch, arena_epoch, newest)
 
     def _send(self, worker: int) -> None:
-        self.send(worker, self._num_steps, self._side, self._knobs)
+        self._incarnations[worker] = self.send(worker, self._num_steps, self._side, self._knobs)
         self._running.add(worker)
 
     def send(self, worker: int, num_steps: int, side: int, all_knobs: dict[str, Any]) -> list[int]:

@@ -71,6 +71,15 @@ class Columns:
         for out, leaf, value in zip(self.obs, self._leaves, flatten(self._space, obs), strict=True):
             out[t, k] = coerce(value, leaf, "observation")
 
+    def check_row(self, t: int, k: int) -> None:
+        """Raise ValueError for an observation that is not finite or outside a Discrete space."""
+        for leaf, values in zip(self._leaves, self.obs, strict=True):
+            value = values[t, k]
+            if value.dtype.kind in "fc" and not np.isfinite(value).all():
+                raise ValueError(f"observation{leaf.name} is not finite: {value!r}")
+            if leaf.low is not None and not leaf.low <= value < leaf.high:
+                raise ValueError(f"observation{leaf.name} is {value}, its space says {leaf.low}..{leaf.high}")
+
     def lose(self, t: int, k: int) -> None:
         if t < len(self.valid):
             self.valid[t:, k] = False
@@ -84,14 +93,14 @@ class Columns:
         obs = self.row(t, k)
         return lambda action: (obs, 0.0, False, False, {})
 
-    def find_bad(self, done: int) -> dict[int, tuple[int, str]]:
-        """Column → (first step whose outcome is not usable, why)."""
-        bad: dict[int, tuple[int, str]] = {}
+    def find_bad(self, done: int) -> dict[int, tuple[int, str, bool]]:
+        """Column → (first step whose outcome is not usable, why, whether it is the observation after that step)."""
+        bad: dict[int, tuple[int, str, bool]] = {}
 
-        def note(wrong: Any, what: str) -> None:  # wrong: [done, K]
+        def note(wrong: Any, what: str, is_after: bool = True) -> None:  # wrong: [done, K]
             for t, k in np.argwhere(wrong & self.valid[:done]):
                 if int(k) not in bad or bad[int(k)][0] > int(t):
-                    bad[int(k)] = (int(t), what)
+                    bad[int(k)] = (int(t), what, is_after)
 
         for leaf, values in zip(self._leaves, self.obs, strict=True):
             after = values[1 : done + 1]
@@ -105,7 +114,7 @@ class Columns:
                     note(outside, f"observation{leaf.name} is outside {leaf.low}..{leaf.high}")
         finite = np.isfinite(self.rewards[:done])
         if not finite.all():
-            note(~finite, "reward is not finite")
+            note(~finite, "reward is not finite", False)
         return bad
 
 
@@ -115,6 +124,8 @@ class Gathered:
     def __init__(self, columns: Columns, lengths: Any) -> None:
         self.columns = columns
         self.lengths = lengths
+        self.first_lengths = lengths
+        """Steps of the running episodes before row 0."""
         self.finals: list[tuple[int, int, Any]] = []
         self.episodes: list[tuple[int, int, float, int, dict[str, Any]]] = []
         self.infos: dict[str, list[tuple[int, int, Any]]] = {}
@@ -125,6 +136,14 @@ class Gathered:
         for key in keys:
             if key in info:
                 self.infos.setdefault(key, []).append((t, k, info[key]))
+
+    def call(self, t: int, k: int, is_after: bool) -> int:
+        """Number of the `step` call of row t in its episode; 0 where the observation after it is a reset's."""
+        columns = self.columns
+        if is_after and (columns.terminations[t, k] or columns.truncations[t, k]):
+            return 0
+        starts = np.flatnonzero(columns.starts[: t + 1, k])
+        return t + 1 - int(starts[-1]) if len(starts) else t + 1 + int(self.first_lengths[k])
 
     def drop_after(self, t: int, k: int) -> None:
         self.finals = [item for item in self.finals if item[1] != k or item[0] < t]

@@ -7,12 +7,26 @@ crew's business.
 
 from __future__ import annotations
 
+import enum
 from typing import Any, NamedTuple, Protocol
 
 from clusterenv.pool.arena import ArenaLayout
 from clusterenv.pool.layout import Layout
 
-__all__ = ["Crew", "Exit"]
+__all__ = ["Cause", "Crew", "Exit", "Stack"]
+
+
+class Cause(enum.Enum):
+    """Why a worker is gone. Only a crash is its own fault: it may raise, and counts towards a crash loop."""
+
+    CRASHED = "crashed"
+    """It ended by itself, or hung and was killed."""
+    NODE_LOST = "node lost"
+    """Its machine is gone, or cannot be reached."""
+    INTERRUPTED = "interrupted"
+    """Ctrl-C in the calling process, where that is the worker."""
+    MOVED = "moved"
+    """On purpose: its slots go on elsewhere."""
 
 
 class Exit(NamedTuple):
@@ -20,8 +34,13 @@ class Exit(NamedTuple):
 
     reason: str
     tail: str
-    is_moved: bool = False
-    """On purpose: it goes on elsewhere, and does not count as a failure."""
+    cause: Cause = Cause.CRASHED
+
+
+class Stack(NamedTuple):
+    """Where a worker is: what `Crew.stack` asked for."""
+
+    text: str
 
 
 class Crew(Protocol):
@@ -61,6 +80,10 @@ class Crew(Protocol):
         """Run on so many machines; UsageError where there is one."""
         ...
 
+    def need_packages(self, names: tuple[str, ...]) -> None:
+        """Raise PolicyError where a machine does not have these packages, or not in versions that fit those here."""
+        ...
+
     def is_leaving(self, index: int) -> bool:
         """It goes on elsewhere as soon as what it was asked is done: ask no more fragments of it."""
         ...
@@ -68,4 +91,8 @@ class Crew(Protocol):
     def is_running(self, index: int) -> bool: ...
     def pid(self, index: int) -> int | None: ...
     def kill(self, index: int) -> None: ...
+    def stack(self, index: int) -> None:
+        """Ask where this worker is; answered by a `Stack`, unless it ends before."""
+        ...
+
     def close(self, timeout_s: float) -> None: ...

@@ -10,6 +10,7 @@ from gymnasium import Space
 from clusterenv import infos as info_columns
 from clusterenv.infos import Columns
 from clusterenv.pool.layout import Buffers, assemble, flatten
+from clusterenv.pool.losses import Loss
 from clusterenv.pool.messages import Reply
 
 __all__ = ["Delivery", "Rows"]
@@ -24,8 +25,8 @@ class Rows(NamedTuple):
     terminations: Any
     truncations: Any
     infos: dict[str, Any]
-    lost: dict[int, str]
-    """Rows whose episode was lost, by row number, with the reason."""
+    lost: dict[int, Loss]
+    """Rows whose episode was lost, by row number."""
 
 
 class Delivery:
@@ -39,12 +40,14 @@ class Delivery:
         # What the user asked for and has not got yet.
         self.awaited = np.zeros(num_envs, dtype=np.bool_)
         self.ready = np.zeros(num_envs, dtype=np.bool_)
-        self.ready_count = 0
+        self.is_loss = np.zeros(num_envs, dtype=np.bool_)
+        """Ready rows that report a loss and have no place in shared memory: the undelivered side is free."""
         self.sent = False  # something was sent outside the hot loop, and may be awaited still
         self.resetting: dict[int, tuple[int | None, Any]] = {}  # awaited resets: seed, options
         self._columns: list[Columns] = []
-        self._objects: list[list[Any]] = [[] for _ in range(num_envs)]
-        self._lost_rows: dict[int, str] = {}  # told in the coming delivery
+        self._objects: list[list[Any]] = [[] for _ in range(num_envs)]  # last delivered
+        self._next_objects: dict[int, list[Any]] = {}  # of rows not delivered yet
+        self._lost_rows: dict[int, Loss] = {}  # told in the coming delivery
         self._side: int | None = 0  # which side was delivered last, if it is the same for all
         # What is known of each slot's episode.
         self.started = np.zeros(num_envs, dtype=np.bool_)
@@ -65,7 +68,20 @@ class Delivery:
             # Consecutive, mostly: a slice is set faster than a list of indices.
             whole = slots[-1] - slots[0] + 1 == len(slots)
             self.ready[slice(slots[0], slots[-1] + 1) if whole else slots] = True
-            self.ready_count += len(slots)
+
+    @property
+    def ready_count(self) -> int:
+        return int(np.count_nonzero(self.ready))
+
+    def has_ended(self, slot: int) -> bool:
+        """Whether the newest row of this slot, delivered or not, ended an episode."""
+        if self.ready[slot] and not self.is_loss[slot]:
+            return bool(self.buffers.terminated[slot] or self.buffers.truncated[slot])
+        return bool(self.ended[slot])
+
+    def has_row(self, slots: list[int]) -> bool:
+        """Whether the undelivered side of any of these slots holds a row that waits for delivery."""
+        return bool((self.ready[slots] & ~self.is_loss[slots]).any())
 
     def take_rows(self, reply: Reply) -> None:
         """What lies beside the shared memory."""
@@ -74,23 +90,15 @@ class Delivery:
             self._columns.append(reply.infos)
 
     def take_objects(self, reply: Reply) -> None:
-        for slot, objects in reply.objects or ():
-            self._objects[slot] = objects
+        self._next_objects.update(reply.objects or ())
 
-    def tell_loss(self, slot: int, reason: str) -> None:
-        """Make the row that says: this episode was lost. Its observation is the last one delivered."""
-        buffers = self.buffers
-        self._lost_rows[slot] = reason
-        for array in buffers.obs:
-            if array is not None:
-                side = buffers.side[slot]
-                array[1 - side, slot] = array[side, slot]
-        buffers.reward[slot] = 0.0
-        buffers.terminated[slot] = False
-        buffers.truncated[slot] = True
+    def tell_loss(self, slot: int, loss: Loss) -> None:
+        """Report that the episode was lost: reward 0, truncated, the last delivered observation again."""
+        self._lost_rows[slot] = loss
+        self.is_loss[slot] = True
         self.mark_ready([slot])
 
-    def begin_again(self, slot: int, columns: Columns, lost: str | None) -> None:
+    def begin_again(self, slot: int, columns: Columns, lost: Loss | None) -> None:
         """The first row of a new incarnation becomes the row that the user awaits; SAME_STEP: it tells the loss too."""
         if lost is not None:
             last = self.peek_obs(np.array([slot]))
@@ -105,6 +113,7 @@ class Delivery:
         """The first row of a new incarnation becomes what a fragment goes on from."""
         self.buffers.side[slot] ^= 1
         self._find_side()
+        self._keep_objects([slot])
         self.ended[slot] = False
 
     def collected(self, slots: list[int], stepped: Any) -> None:
@@ -113,11 +122,14 @@ class Delivery:
         self.ended[slots] = False
         self.proven[slots] |= stepped[slots]
 
-    def forget(self) -> None:
+    def forget(self) -> dict[int, Loss]:
+        """Give up every row that was not delivered. Returns the losses that these rows would have reported."""
         self.awaited[:] = False
         self.ready[:] = False
-        self.ready_count = 0
+        self.is_loss[:] = False
+        not_reported = self._lost_rows
         self._columns, self._lost_rows, self.resetting = [], {}, {}
+        return not_reported
 
     # -- handing over -----------------------------------------------------------------------------------------
 
@@ -130,6 +142,8 @@ class Delivery:
         else:
             self._side = 1 - self._side
             buffers.side.fill(self._side)
+        if self._next_objects:
+            self._keep_objects(list(self._next_objects))
         obs = self._gather(self._everyone, True, copy)
         terminations, truncations = buffers.terminated.copy(), buffers.truncated.copy()
         np.logical_or(terminations, truncations, out=self.ended)
@@ -142,8 +156,8 @@ class Delivery:
             self._all_proven = True
         return obs, buffers.reward.copy(), terminations, truncations, infos
 
-    def rows(self, copy: bool) -> tuple[Rows, dict[int, str]]:
-        """Every row that is ready, ascending by slot; and which slots' losses it tells."""
+    def rows(self, copy: bool) -> Rows:
+        """Hand over every row that is ready, ascending by slot."""
         ready, buffers = self.ready, self.buffers
         everyone = self.ready_count == self.num_envs
         slots = self._everyone if everyone else np.flatnonzero(ready)
@@ -151,7 +165,7 @@ class Delivery:
         lost = {}
         if self._lost_rows or self._columns:
             row_of = {int(slot): i for i, slot in enumerate(slots)}
-            lost = {row_of[slot]: reason for slot, reason in self._lost_rows.items()}
+            lost = {row_of[slot]: loss for slot, loss in self._lost_rows.items()}
             if everyone:
                 infos = info_columns.batch(self._columns, self.num_envs)
             else:
@@ -159,14 +173,19 @@ class Delivery:
                 infos = info_columns.batch(parts, len(slots))
         else:
             infos = {}
-        if everyone and self._side is not None:
+        rewards, terminations = buffers.reward[rows].copy(), buffers.terminated[rows].copy()
+        truncations = buffers.truncated[rows].copy()
+        is_loss = self.is_loss[rows]
+        rewards[is_loss], terminations[is_loss], truncations[is_loss] = 0.0, False, True
+        written = slots[~is_loss]
+        if len(written) == self.num_envs and self._side is not None:
             self._side = 1 - self._side
             buffers.side[:] = self._side
         else:
-            buffers.side[rows] ^= 1
+            buffers.side[written] ^= 1
             self._find_side()
-        rewards, terminations = buffers.reward[rows].copy(), buffers.terminated[rows].copy()
-        truncations = buffers.truncated[rows].copy()
+        if self._next_objects:
+            self._keep_objects(written.tolist())
         obs = self._gather(slots, everyone, copy)
         was_reset = [slot for slot in slots.tolist() if slot in self.resetting] if self.resetting else []
         self.started[rows] = True
@@ -176,13 +195,12 @@ class Delivery:
         self.ended[rows] = terminations | truncations
         self.awaited[rows] = False
         self.ready[rows] = False
-        self.ready_count = 0
+        self.is_loss[rows] = False
         self.sent = bool(self.awaited.any())
         for slot in was_reset:
             del self.resetting[slot]
-        self._columns = []
-        told, self._lost_rows = self._lost_rows, {}
-        return Rows(slots, obs, rewards, terminations, truncations, infos, lost), told
+        self._columns, self._lost_rows = [], {}
+        return Rows(slots, obs, rewards, terminations, truncations, infos, lost)
 
     def peek_obs(self, slots: Any) -> Any:
         """The observations last delivered for these slots."""
@@ -201,6 +219,11 @@ class Delivery:
             else:
                 values.append(array[side[slots], slots])
         return assemble(self._space, iter(values))
+
+    def _keep_objects(self, slots: list[int]) -> None:
+        for slot in slots:
+            if slot in self._next_objects:
+                self._objects[slot] = self._next_objects.pop(slot)
 
     def _find_side(self) -> None:
         side = self.buffers.side

@@ -14,11 +14,11 @@ import numpy as np
 
 from clusterenv.batch import map_arrays
 from clusterenv.policy.base import PAD, Actor, pad_rows
-from clusterenv.policy.families import Family, mask_logits
+from clusterenv.policy.families import Family, mask_logits, stack_masks
 from clusterenv.policy.streams import Streams
-from clusterenv.pool.group import POLICY, RESET, STEP, Caught
+from clusterenv.pool.group import POLICY, RESET, STEP, Caught, apply_stickies
 from clusterenv.pool.layout import Leaf, assemble, coerce, flatten
-from clusterenv.pool.messages import Episode, Evaluate, Fault, Reply
+from clusterenv.pool.messages import Episode, Evaluate, Fault, Reply, Sticky
 from clusterenv.spec import MakeFromSpec
 
 __all__ = ["Evaluator"]
@@ -37,18 +37,26 @@ class Evaluator:
         self._space = space
         self._leaves = leaves
         self._envs: list[Any] = []
+        self._now = (0, 0)  # episode, number of its `step` call
         self._recorder: Any = None
+        self._stickies_epoch = 0  # of these environments
 
     def run(self, request: Evaluate, slots: list[int], actor: Actor, family: Family, mask: str | None) -> Reply:
         """Up to as many episodes at once as this worker has slots."""
         try:
+            if request.stickies_epoch != self._stickies_epoch:
+                self.close()
+                self._stickies_epoch = request.stickies_epoch
             done: list[Episode] = []
             frames = [j for j in request.episodes if j < request.record]
             for j in frames:
-                done += self._play(request, [j], [self._recording_env(slots[0])], actor, family, mask, True)
+                recorder = self._recording_env(slots[0], request.stickies[0])
+                done += self._play(request, [j], [recorder], actor, family, mask, True)
             plain = [j for j in request.episodes if j >= request.record]
             while len(self._envs) < min(len(plain), len(slots)):
-                self._envs.append(self._makers[slots[len(self._envs)]]())
+                k = len(self._envs)
+                self._envs.append(self._makers[slots[k]]())
+                apply_stickies(self._envs[k], request.stickies[k])
             # Each environment plays a fixed share: whoever is quick does not play more.
             shares = [plain[i :: len(self._envs)] for i in range(len(self._envs))] if plain else []
             for turn in range(max(map(len, shares), default=0)):
@@ -58,10 +66,12 @@ class Evaluator:
             text = traceback.format_exc()
             what = f"{type(error).__name__}: {error}"
             phase = "policy" if self._at[1] == POLICY else "evaluate"
-            return Reply(request.request, [], faults=[Fault(slots[0], phase, what, text, request.seed, 0, 0)])
+            episode, call = self._now
+            fault = Fault(slots[0], phase, what, text, request.seed + episode, 0, call)
+            return Reply(request.request, [], faults=[fault])
         return Reply(request.request, [], result=done)
 
-    def _recording_env(self, slot: int) -> Any:
+    def _recording_env(self, slot: int, stickies: list[Sticky]) -> Any:
         if self._recorder is None:
             maker = self._makers[slot]
             env = maker.with_frames() if isinstance(maker, MakeFromSpec) else maker()
@@ -72,6 +82,7 @@ class Evaluator:
                     'render_mode="rgb_array" in its thunk'
                 )
             self._recorder = env
+            apply_stickies(env, stickies)
         return self._recorder
 
     def _play(
@@ -93,6 +104,7 @@ class Evaluator:
         masks: list[Any] = []
         self._at[1] = RESET
         for j, env in zip(episodes, envs, strict=True):
+            self._now = (j, 0)
             first, info = env.reset(seed=request.seed + j)
             obs.append(first)
             masks.append(info.get(mask) if mask is not None else None)
@@ -106,8 +118,8 @@ class Evaluator:
             params, state = actor.forward(pad_rows(batch, count), state, starts)
             params = params[:count]
             if mask is not None:
-                given = batch[mask] if isinstance(batch, dict) and mask in batch else np.stack(masks)
-                params = mask_logits(params, given)
+                in_obs = isinstance(batch, dict) and mask in batch
+                params = mask_logits(params, batch[mask] if in_obs else stack_masks(masks, params.shape[1]))
             if request.deterministic:
                 actions = family.mode(params)
             else:
@@ -119,6 +131,7 @@ class Evaluator:
             self._at[1] = STEP
             for k, (env, action) in enumerate(zip(envs, actions, strict=True)):
                 if running[k]:
+                    self._now = (episodes[k], t)
                     obs[k], reward, terminated, truncated, info = env.step(action)
                     returns[k] += reward
                     lengths[k] += 1

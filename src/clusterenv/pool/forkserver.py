@@ -5,15 +5,13 @@ but imports. It collects the workers' output, reports how they ended, and takes 
 
 Messages are pickled tuples, one per packet of a SOCK_SEQPACKET pair:
     head → here:  ("setup",) + [payload fd] · ("spawn", index) + [channel, data, progress fds]
-                  ("kill", index, with_traceback)
+                  ("kill", index, with_traceback) · ("stack", index)
     here → head:  ("ready",) · ("failed", text) · ("spawned", index, pid) · ("output", index, text)
-                  ("exited", index, pid, status, tail)
+                  ("stack", index, text) · ("exited", index, pid, status, tail)
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -28,14 +26,20 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from clusterenv import sources
 from clusterenv.pool import worker
+from clusterenv.pool.orphans import Orphans, become_subreaper, kill_group
 from clusterenv.spec import load_makers
 
 __all__ = ["main"]
 
-_PR_SET_CHILD_SUBREAPER = 36
 _TAIL_BYTES = 16_000
 _OUTPUT_QUEUE = 2_000
+_STACK_S = 0.3
+"""How long a worker gets to write its stack: microseconds of work, but it may have to wait for a core."""
+
+_ORPHANS_S = 0.02
+"""How soon to look again at orphans that were killed and have not ended yet."""
 
 
 @dataclass
@@ -47,6 +51,9 @@ class _Child:
     tail: bytes = b""
     partial: bytes = b""
     kill_at: float | None = None
+    stack: bytes = b""
+    stack_until: float | None = None
+    """Until then, what it writes is the stack that it was asked for."""
 
 
 class _Server:
@@ -58,10 +65,15 @@ class _Server:
         self._poller = select.poll()
         self._poller.register(control, select.POLLIN)
         self._setup: Any = None
+        self._orphans = Orphans()
+        self._has_orphans = False
 
     def serve(self) -> None:
         while True:
-            waiting = [c.kill_at for c in self._children.values() if c.kill_at is not None]
+            children = self._children.values()
+            waiting = [at for child in children for at in (child.kill_at, child.stack_until) if at is not None]
+            if self._has_orphans:
+                waiting.append(time.monotonic() + _ORPHANS_S)
             timeout_ms = max(0.0, (min(waiting) - time.monotonic()) * 1000) if waiting else None
             wanted = select.POLLIN | (select.POLLOUT if self._outbox else 0)
             self._poller.modify(self._control, wanted)
@@ -78,8 +90,13 @@ class _Server:
             now = time.monotonic()
             for child in list(self._children.values()):
                 if child.kill_at is not None and child.kill_at <= now:
-                    _kill(child.pid)
+                    kill_group(child.pid)
                     child.kill_at = None
+                if child.stack_until is not None and child.stack_until <= now:
+                    self._send(("stack", child.index, child.stack[:_TAIL_BYTES].decode(errors="replace")))
+                    child.stack, child.stack_until = b"", None
+            if self._has_orphans:
+                self._end_orphans()
 
     def _command(self) -> bool:
         try:
@@ -93,6 +110,11 @@ class _Server:
             self._set_up(fds[0])
         elif message[0] == "spawn":
             self._spawn(message[1], fds)
+        elif message[0] == "stack":
+            for child in self._children.values():
+                if child.index == message[1]:
+                    os.kill(child.pid, worker.STACK_SIGNAL)
+                    child.stack_until = time.monotonic() + _STACK_S
         elif message[0] == "kill":
             for child in self._children.values():
                 if child.index == message[1]:
@@ -106,6 +128,8 @@ class _Server:
             setup = pickle.load(file)
         try:
             sys.path[:] = setup["sys_path"]
+            if setup["delivered"] is not None:
+                sources.install(*setup["delivered"])
             for module in setup["modules"]:
                 importlib.import_module(module)
             setup["makers"] = load_makers(setup["payload"], setup["num_envs"], setup["is_named"])
@@ -113,6 +137,7 @@ class _Server:
             self._send(("failed", traceback.format_exc()))
             return
         self._setup = setup
+        self._orphans.spare_present()
         gc.collect()
         gc.freeze()  # the workers' collectors would otherwise touch, and so copy, every inherited page
         self._send(("ready",))
@@ -168,6 +193,9 @@ class _Server:
             self._close_output(child)
             return False
         child.tail = (child.tail + data)[-_TAIL_BYTES:]
+        if child.stack_until is not None:
+            child.stack = (child.stack + data)[:_TAIL_BYTES]
+            return True
         *lines, child.partial = (child.partial + data).split(b"\n")
         if lines and len(self._outbox) < _OUTPUT_QUEUE:
             text = b"\n".join(lines)
@@ -186,13 +214,16 @@ class _Server:
         while child.output in self._outputs and self._read_output(child):
             pass
         self._close_output(child)
-        _kill(child.pid)
+        kill_group(child.pid)
         _, status = os.waitpid(child.pid, 0)
         self._poller.unregister(child.pidfd)
         del self._children[child.pidfd]
         os.close(child.pidfd)
         self._send(("exited", child.index, child.pid, status, child.tail.decode(errors="replace")))
-        _reap_orphans({c.pid for c in self._children.values()})
+        self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        self._has_orphans = self._orphans.end({child.pid for child in self._children.values()})
 
     def _send(self, message: tuple[Any, ...]) -> None:
         self._outbox.append(pickle.dumps(message))
@@ -210,32 +241,14 @@ class _Server:
             self._outbox.popleft()
 
     def stop(self) -> None:
-        for child in self._children.values():
-            _kill(child.pid)
-        _reap_orphans(set(), wait=True)
-
-
-def _kill(pid: int) -> None:
-    """The worker and its process group. The worker is not reaped yet, so the number is still its own."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError):
-            kill(pid, signal.SIGKILL)
-
-
-def _reap_orphans(keep: set[int], wait: bool = False) -> None:
-    """Kill and reap children that are no workers: what an environment started and left behind."""
-    path = f"/proc/self/task/{os.getpid()}/children"
-    with open(path) as file:  # noqa: PTH123  pathlib would be one more import before every fork
-        pids = {int(word) for word in file.read().split()} - keep
-    for pid in pids:
-        _kill(pid)
-        os.waitpid(pid, 0 if wait else os.WNOHANG)
+        self._orphans.end_all(timeout_s=2.0)  # less than the head waits for this process
 
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(worker.STACK_SIGNAL, signal.SIG_IGN)  # inherited: a worker may be asked before it is ready to answer
+    become_subreaper()
     server = _Server(control)
     try:
         server.serve()

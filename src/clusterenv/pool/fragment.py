@@ -19,13 +19,14 @@ from clusterenv.batch import map_arrays
 from clusterenv.errors import PolicyError
 from clusterenv.policy.base import PAD, Actor, pad_rows
 from clusterenv.policy.codec import decode
-from clusterenv.policy.families import Family, mask_logits
+from clusterenv.policy.families import Family, mask_logits, stack_masks
 from clusterenv.policy.named import Named, prepare_named
 from clusterenv.policy.streams import Streams
 from clusterenv.pool.arena import Arena, ArenaLayout
 from clusterenv.pool.columns import Columns, Gathered, Picked, pack_finals
 from clusterenv.pool.evaluation import Evaluator
-from clusterenv.pool.group import INIT, POLICY, RESET, STEP, Caught, EnvGroup
+from clusterenv.pool.group import INIT, POLICY, RESET, STEP, TIMED_EVERY, Caught, EnvGroup
+from clusterenv.pool.key_watch import KeyWatch
 from clusterenv.pool.layout import assemble
 from clusterenv.pool.messages import (
     Act,
@@ -83,6 +84,7 @@ class FragmentLoop:
         self._mask_in_obs = request.mask is not None and request.mask in getattr(self._space, "spaces", {})
         self._streams = Streams(request.seed)
         self._keys = request.info_keys
+        self._watch = KeyWatch(None if self._mask_in_obs else request.mask, request.info_keys)
         self._version = -1
         return Reply(request.request, [])
 
@@ -154,6 +156,7 @@ class FragmentLoop:
         lengths = np.array([group.clock - began for began in group.began])
         run = Gathered(columns, lengths)
         self._begin(run)
+        run.first_lengths = lengths.copy()
         started = columns.starts
         started[0] = lengths == 0
         initial_state = _to_numpy(self._state, len(slots))
@@ -162,9 +165,13 @@ class FragmentLoop:
             steps[k] = columns.frozen(0, k)
         picked = Picked(self._streams, slots, request)
         all_params = np.empty((request.num_steps, len(slots), family.num_params), dtype=np.float32)
+        timed_at = group.next_timed(request.num_steps)
+        is_timed = timed_at < request.num_steps
         env_s = policy_s = 0.0
         done, policy_error = 0, None
         count = len(slots)
+        watch = self._watch or None
+        any_ended = False
         clock = time.perf_counter
 
         for t in range(request.num_steps):
@@ -201,7 +208,11 @@ class FragmentLoop:
             rewards: list[Any] = []
             block: list[Any] = []
             over: list[tuple[int, dict[str, Any]]] = []
-            for slot, step, action in zip(slots, steps, for_env, strict=True):
+            calls = steps
+            if t == timed_at:
+                calls = group.timed(steps)
+                timed_at += TIMED_EVERY
+            for slot, step, action in zip(slots, calls, for_env, strict=True):
                 at[0] = slot
                 try:
                     obs, reward, terminated, truncated, info = step(action)
@@ -218,13 +229,17 @@ class FragmentLoop:
                         at[1] = STEP
                         if self._mask is not None:
                             self._masks[k] = first_info.get(self._mask)
+                        if watch is not None:
+                            watch.was_reset(first_info)
                     elif self._mask is not None:
                         self._masks[slot - first] = info.get(self._mask)
                     if keys and info:
                         run.note_infos(t, slot - first, info, keys)
+                    if watch is not None and info:
+                        watch.stepped(info)
                 except Caught as error:
                     k = slot - first
-                    run.faults.append(group.fault(slot, at[1], error))
+                    run.faults.append(group.fault(slot, at[1], error, int(lengths[k]) + 1))
                     if at[1] == RESET:  # the row itself is whole; what follows it is lost
                         columns.lose(t + 1, k)
                     else:
@@ -243,6 +258,7 @@ class FragmentLoop:
             self._counted += 1
             lengths += 1
             if over:
+                any_ended = True
                 self._end_episodes(run, t, over)
                 if t + 1 < request.num_steps:
                     started[t + 1] = lengths == 0
@@ -270,8 +286,10 @@ class FragmentLoop:
             picked.samples(),
             env_s,
             policy_s,
+            group.buffers.pace_s[group.rows].astype(np.float32) if is_timed else None,
         )
-        return Reply(request.request, slots, faults=run.faults, result=result)
+        missing = watch.episode_ended() if watch is not None and any_ended else None
+        return Reply(request.request, slots, missing, faults=run.faults, result=result)
 
     def _score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
         """Log-probabilities [T, K] of a whole fragment: one call of each numpy function instead of one per step."""
@@ -302,18 +320,25 @@ class FragmentLoop:
                 try:
                     obs, info = group.envs[k].reset()
                     columns.write_row(0, k, obs)
+                    if group.check:
+                        columns.check_row(0, k)
                     self._masks[k] = info.get(self._mask) if self._mask is not None else None
+                    self._watch.was_reset(info)
                     run.lengths[k] = 0
                     self._returns[k] = self._counted[k] = 0
                 except Caught as error:
                     run.faults.append(group.fault(slot, RESET, error))
                     run.failed.add(k)
                     columns.lose(0, k)
+                    for leaf, shared in zip(columns.obs, buffers.obs, strict=True):
+                        leaf[0, k] = shared[sides[k], slot]
             else:
                 if run.lengths[k] == 0:
                     self._returns[k] = self._counted[k] = 0
                 if self._mask is not None and slot in group.recent:
                     self._masks[k] = group.recent[slot].get(self._mask)
+        for info in group.recent.values():
+            self._watch.was_reset(info)
         group.recent.clear()
 
     def _apply_masks(self, columns: Columns, t: int, params: Any) -> Any:
@@ -326,9 +351,7 @@ class FragmentLoop:
         if self._mask_in_obs:
             mask = np.asarray(obs[self._mask], dtype=np.bool_).reshape(params.shape)
         else:
-            everything = np.ones(params.shape[1], dtype=np.bool_)
-            rows = [everything if m is None else np.asarray(m, dtype=np.bool_).reshape(-1) for m in self._masks]
-            mask = np.stack(rows)
+            mask = stack_masks(self._masks, params.shape[1])
         if not mask.any(axis=1).all():
             k = int(np.argmin(mask.any(axis=1)))
             raise PolicyError(f"the action mask of slot {self._group.slots[k]} allows no action")
@@ -350,7 +373,7 @@ class FragmentLoop:
                 run.columns.write_row(t + 1, k, obs)
             except (ValueError, TypeError, KeyError) as error:
                 if k not in run.failed:
-                    run.faults.append(self._group.fault(self._group.slots[k], STEP, error))
+                    run.faults.append(self._group.fault(self._group.slots[k], STEP, error, run.call(t, k, True)))
                     run.failed.add(k)
                 run.columns.lose(t, k)
                 run.finals.append((t, k, run.columns.row(t, k)))
@@ -366,10 +389,11 @@ class FragmentLoop:
                 wrong = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
                 for t, k in zip(finals.t[wrong].tolist(), finals.columns[wrong].tolist(), strict=True):
                     if k not in run.failed and (k not in bad or bad[k][0] > t):
-                        bad[k] = (t, "the episode's last observation is not finite")
-        for k, (t, text) in sorted(bad.items()):
+                        bad[k] = (t, "the episode's last observation is not finite", False)
+        for k, (t, text, in_next) in sorted(bad.items()):
             if k not in run.failed:
-                run.faults.append(self._group.fault(self._group.slots[k], STEP, ValueError(text)))
+                call = run.call(t, k, in_next)
+                run.faults.append(self._group.fault(self._group.slots[k], STEP, ValueError(text), call))
             run.failed.add(k)
             columns.lose(t, k)
             for leaf in columns.obs:  # a learner may multiply by `valid`, and NaN times 0 is NaN

@@ -6,6 +6,7 @@ the same group runs inside a worker process and in the caller's own (`Local(work
 
 from __future__ import annotations
 
+import functools
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -29,13 +30,14 @@ from clusterenv.pool.messages import (
     Step,
     Sticky,
 )
+from clusterenv.spec import refuse_other
 
-__all__ = ["Caught", "EnvGroup", "INIT", "RESET", "STEP", "CALL", "POLICY", "PHASES"]
+__all__ = ["Caught", "EnvGroup", "apply_stickies", "INIT", "RESET", "STEP", "CALL", "POLICY", "PHASES"]
 
 INIT, RESET, STEP, CALL, POLICY = range(5)
 PHASES = ("init", "reset", "step", "call", "policy")
 
-_TIMED_EVERY = 32
+TIMED_EVERY = 32
 """Every so many steps the environments are timed, to name slow ones; always would cost 2 % on CartPole."""
 
 _FLUSH_AFTER_S = 0.001
@@ -110,13 +112,10 @@ class EnvGroup:
         k = slot - self.first
         self.at[0], self.at[1] = slot, INIT
         env = self.makers[slot]()
+        refuse_other(env, self.makers[slot])
         self.envs[k] = env
         self.steps[k] = env.step
-        for sticky in stickies:
-            if sticky.is_call:
-                env.get_wrapper_attr(sticky.name)(*sticky.args, **sticky.kwargs)
-            else:
-                env.set_wrapper_attr(sticky.name, sticky.args[0])
+        apply_stickies(env, stickies)
 
     def attach(self, buffers: Buffers, observation_space: Any, action_space: Any) -> None:
         self.buffers = buffers
@@ -129,10 +128,10 @@ class EnvGroup:
         self.rows = slice(first, last)
         self._write_block = block_writer(observation_space, buffers, self.rows)
         self._finite = finite_checker(buffers, self.rows)
-        self._reward: Any = memoryview(buffers.reward)  # set faster than an element of an array
+        self._reward: Any = buffers.reward.data  # a memoryview, set faster than an element of an array
         self._reward_rows = buffers.reward[self.rows]
         self._terminated_rows, self._truncated_rows = buffers.terminated[self.rows], buffers.truncated[self.rows]
-        self._side_bytes = memoryview(buffers.side)[self.rows]
+        self._side_bytes = buffers.side.data[self.rows]
         self._all_old, self._all_new = bytes(len(self.slots)), bytes([1]) * len(self.slots)
         self._batch_space = batch_space(self._action_space, len(self.envs)) if self._shared_actions else None
 
@@ -147,7 +146,7 @@ class EnvGroup:
             side: int | None = 1
         else:
             side = 0 if sides == self._all_new else None
-        if side is None or self._write_block is None or self._ticks % _TIMED_EVERY == 0:
+        if side is None or self._write_block is None or self._ticks % TIMED_EVERY == 0:
             return self._step(request, self.slots, self._actions(self.rows), None)
 
         at, reward_out, first = self.at, self._reward, self.first
@@ -184,7 +183,7 @@ class EnvGroup:
                 if info:
                     infos.append((slot, info))
             except Caught as error:
-                faults.append(self.fault(slot, at[1], error))
+                faults.append(self.fault(slot, at[1], error, clock + 1 - began[slot - first]))
                 at[1] = STEP
         self.clock = clock + 1
 
@@ -230,11 +229,11 @@ class EnvGroup:
                     self.began[k] = clock
                     at[1] = STEP
                 else:
+                    self.began[k] -= 1  # one step further from where it began
                     start = time.perf_counter()
                     obs, reward, terminated, truncated, info = self.steps[k](action)
                     self._note_pace(slot, time.perf_counter() - start)
                     buffers.reward[slot] = reward
-                    self.began[k] -= 1  # one step further from where it began
                     if terminated or truncated:
                         buffers.terminated[slot] = terminated
                         buffers.truncated[slot] = truncated
@@ -261,6 +260,24 @@ class EnvGroup:
         if flush is None and not infos and not objects and not faults:
             return None
         return self._reply(request, slots[flushed:], infos, objects, faults)
+
+    def next_timed(self, num_steps: int) -> int:
+        """Count the steps of a fragment; returns the first of them, from 0, whose environments are to be timed."""
+        first = (-self._ticks - 1) % TIMED_EVERY
+        self._ticks += num_steps
+        return first
+
+    def timed(self, steps: list[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
+        """The same functions, each noting how long it takes."""
+
+        def timed(slot: int, step: Callable[[Any], Any], action: Any) -> Any:
+            start = time.perf_counter()
+            result = step(action)
+            self._note_pace(slot, time.perf_counter() - start)
+            return result
+
+        pairs = zip(self.slots, steps, self.envs, strict=True)
+        return [step if env is None else functools.partial(timed, slot, step) for slot, step, env in pairs]
 
     def _note_pace(self, slot: int, elapsed_s: float) -> None:
         pace = self.buffers.pace_s
@@ -408,13 +425,18 @@ class EnvGroup:
         columns = info_columns.pack(infos) if infos else None
         return Reply(request, slots, columns, objects or None, faults, None, last)
 
-    def fault(self, slot: int, phase: int, error: BaseException) -> Fault:
-        fault = self._describe(slot, phase, error)
+    def fault(self, slot: int, phase: int, error: BaseException, step: int | None = None) -> Fault:
+        """Describe a failure and drop the environment. `step`: number of the failing call; None: by the clock."""
+        fault = self._describe(slot, phase, error, step)
         self._drop(slot - self.first)
         return fault
 
-    def _describe(self, slot: int, phase: int, error: BaseException) -> Fault:
+    def _describe(self, slot: int, phase: int, error: BaseException, step: int | None = None) -> Fault:
         k = slot - self.first
+        if step is None:
+            step = self.clock - self.began[k]
+        if phase == STEP and step == 0:
+            phase = RESET  # what is wrong is the first row of an episode
         lines = traceback.format_exception(type(error), error, error.__traceback__)
         return Fault(
             slot,
@@ -423,8 +445,16 @@ class EnvGroup:
             "".join(lines),
             self._seeds[k],
             self._incarnations[k],
-            self.clock - self.began[k],
+            0 if phase in (INIT, RESET) else step,
         )
+
+
+def apply_stickies(env: Any, stickies: list[Sticky]) -> None:
+    for sticky in stickies:
+        if sticky.is_call:
+            env.get_wrapper_attr(sticky.name)(*sticky.args, **sticky.kwargs)
+        else:
+            env.set_wrapper_attr(sticky.name, sticky.args[0])
 
 
 def _gone(action: Any) -> Any:

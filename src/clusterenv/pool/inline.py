@@ -12,9 +12,10 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.errors import UsageError
 from clusterenv.pool.arena import ArenaLayout
+from clusterenv.pool.crew import Cause, Exit
 from clusterenv.pool.dispatch import Dispatcher
 from clusterenv.pool.layout import Layout
-from clusterenv.pool.messages import Close
+from clusterenv.pool.messages import Close, Reply
 from clusterenv.pool.worker import PROGRESS_BYTES
 from clusterenv.spec import Blueprint, load_makers
 
@@ -44,7 +45,7 @@ class InlineCrew:
     is_inline = True
 
     def __init__(self, blueprint: Blueprint, mode: AutoresetMode | None, check: bool, workers: int = 1) -> None:
-        self._makers = load_makers(blueprint.payload, blueprint.num_envs, blueprint.is_named)
+        self._makers = load_makers(blueprint.payload, blueprint.num_envs, blueprint.is_named, is_here=True)
         self._mode = mode
         self._check = check
         self._at = [memoryview(bytearray(PROGRESS_BYTES)).cast("i") for _ in range(workers)]
@@ -53,6 +54,8 @@ class InlineCrew:
         self._dispatchers: dict[int, Dispatcher] = {}
 
     def start(self, index: int) -> None:
+        if index in self._dispatchers:
+            self._dispatchers[index].close()
         self._dispatchers[index] = Dispatcher(
             self._makers, self._mode, self._check, self._at[index], self._memory[index]
         )
@@ -79,8 +82,12 @@ class InlineCrew:
         memory.weight_bytes = held[:offset].ljust(offset, b"\0") + data + held[offset + len(data) :]
 
     def ring(self, request: int) -> None:
-        for index in self._dispatchers:
-            self.send(index, request)
+        waiting = list(self._dispatchers)
+        try:
+            while waiting:
+                self.send(waiting.pop(0), request)
+        finally:  # after Ctrl-C, the others do not answer with rows
+            self._events += [(index, Reply(request, [])) for index in waiting]
 
     def take(self, index: int) -> list[Any]:
         taken = [message for worker, message in self._events if worker == index]
@@ -90,7 +97,11 @@ class InlineCrew:
     def send(self, index: int, message: Any) -> None:
         if isinstance(message, Close):
             return  # `close` does it
-        reply = self._dispatchers[index].handle(message, lambda part: self._events.append((index, part)))
+        try:
+            reply = self._dispatchers[index].handle(message, lambda part: self._events.append((index, part)))
+        except BaseException:  # Ctrl-C within an environment: what state it is in, nobody knows
+            self._events.append((index, Exit("was interrupted", "", Cause.INTERRUPTED)))
+            raise
         if reply is not None:
             self._events.append((index, reply))
 
@@ -107,6 +118,9 @@ class InlineCrew:
     def scale(self, nodes: int) -> None:
         raise UsageError("scale() is for backends with nodes: this one has none")
 
+    def need_packages(self, names: tuple[str, ...]) -> None:
+        """Workers of this machine have what the caller has."""
+
     def is_leaving(self, index: int) -> bool:
         return False
 
@@ -118,6 +132,9 @@ class InlineCrew:
 
     def kill(self, index: int) -> None:
         raise AssertionError("timeouts are off in the calling process")
+
+    def stack(self, index: int) -> None:
+        raise AssertionError("nobody waits for the calling process")
 
     def close(self, timeout_s: float) -> None:
         for dispatcher in self._dispatchers.values():

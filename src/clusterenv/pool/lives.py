@@ -18,6 +18,8 @@ class Lives:
         self._bases: list[int] = [secrets.randbits(128)] * num_envs
         self.incarnations = [0] * num_envs
         self.stickies: list[list[Sticky]] = [[] for _ in range(num_envs)]
+        self.stickies_epoch = 0
+        """Changes with `stickies`."""
 
     def set_bases(self, bases: Iterable[int | None]) -> None:
         """What later incarnations derive their seeds from; None keeps what was there."""
@@ -29,11 +31,13 @@ class Lives:
         return int(sequence.generate_state(1, np.uint32)[0] >> 1)
 
     def remember_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.stickies_epoch += 1
         for stickies in self.stickies:
             stickies.append(Sticky(name, args, kwargs, True))
 
-    def remember_attribute(self, name: str, values: list[Any]) -> None:
-        for slot, value in enumerate(values):
+    def remember_attribute(self, name: str, values: dict[int, Any]) -> None:
+        self.stickies_epoch += 1
+        for slot, value in values.items():
             kept = [sticky for sticky in self.stickies[slot] if sticky.is_call or sticky.name != name]
             self.stickies[slot] = [*kept, Sticky(name, (value,), {}, False)]
 
@@ -47,4 +51,5 @@ class Lives:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._bases = list(state["seed_base"])
         self.incarnations = list(state["incarnations"])
+        self.stickies_epoch += 1
         self.stickies = [[Sticky(*sticky) for sticky in stickies] for stickies in state["stickies"]]

@@ -12,7 +12,15 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.infos import Columns
 
-__all__ = ["Losses", "Seen"]
+__all__ = ["Loss", "Losses", "Seen"]
+
+
+class Loss(NamedTuple):
+    """Why an episode was lost, as `infos` says it."""
+
+    reason: str
+    with_worker: bool
+    """Its worker process ended; False: the environment itself failed."""
 
 
 class Seen(NamedTuple):
@@ -27,13 +35,15 @@ class Seen(NamedTuple):
     """A whole row has arrived, and is not delivered yet."""
     ready_ends: bool
     """That row ends an episode."""
+    ready_is_loss: bool
+    """That row reports a loss."""
 
 
 class Losses:
     def __init__(self, mode: AutoresetMode) -> None:
         self.mode = mode
         self.gone: dict[int, float] = {}  # since when
-        self.lost: dict[int, str] = {}  # why; not told yet
+        self.lost: dict[int, Loss] = {}  # not told yet
         self.held: dict[int, Columns] = {}
         self.rebuilding: set[int] = set()  # asked of a worker, not answered yet
         self.respawn: dict[int, float] = {}  # workers to start again, and when
@@ -61,26 +71,25 @@ class Losses:
             self.rebuilding.discard(slot)
         self.respawn[worker] = now_s
 
-    def settle(self, slot: int, reason: str, until_s: float, now_s: float, seen: Seen) -> bool:
+    def settle(self, slot: int, loss: Loss, until_s: float, now_s: float, seen: Seen) -> bool:
         """Decide what the user sees of a slot that was just lost, and when it comes back.
 
-        True: the row that he awaits is to say that the episode was lost.
+        True: the awaited row must report the loss.
         """
         self.gone[slot] = now_s
         self._until[slot] = until_s
         was_held = self.held.pop(slot, None) is not None
         if seen.ready:
-            # Its row arrived whole before the loss, and is delivered; what follows it is lost.
-            if not seen.ready_ends:
-                self.lost[slot] = reason
-            elif self.mode is AutoresetMode.NEXT_STEP:
-                self._due[slot] = until_s
+            # The row arrived whole before the loss and is delivered as it is: nothing may be rebuilt over it before
+            # that. The episode that goes on after it is lost; under SAME_STEP an ending row has begun the next one.
+            if not seen.ready_is_loss and (not seen.ready_ends or self.mode is AutoresetMode.SAME_STEP):
+                self.lost[slot] = loss
             return False
         between = seen.ended and self.mode is AutoresetMode.NEXT_STEP
         if seen.resetting or was_held or (between and seen.started):
             self._due[slot] = until_s
         elif seen.started:
-            self.lost[slot] = reason
+            self.lost[slot] = loss
             if seen.awaited:
                 if self.mode is not AutoresetMode.SAME_STEP:
                     return True
@@ -91,6 +100,12 @@ class Losses:
         """Lost in a fragment, which says itself which of its rows are invalid."""
         self.held.pop(slot, None)
         self._until[slot] = self._due[slot] = until_s
+
+    def not_reported(self, slot: int, loss: Loss) -> None:
+        """The row that would have reported this loss was given up before its delivery: report it in the next one."""
+        self.lost[slot] = loss
+        if slot not in self.gone:  # SAME_STEP: that row was the first of the next incarnation, and is still there
+            self.held.setdefault(slot, {})
 
     def bring_back(self, slot: int) -> None:
         """Somebody waits for this slot: rebuild it as soon as its backoff allows."""

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import cloudpickle
 import msgspec
 
-from clusterenv.errors import ProtocolError
+from clusterenv.errors import NotPlainError, ProtocolError
 from clusterenv.policy.named import Named
 from clusterenv.pool.arena import ArenaLayout
 from clusterenv.pool.layout import Layout
@@ -35,6 +35,7 @@ __all__ = [
     "FrameReader",
     "LoadWeights",
     "MapArena",
+    "MissingKeys",
     "Raw",
     "Reply",
     "Reset",
@@ -49,6 +50,7 @@ __all__ = [
     "encode_quick",
     "open_request",
     "plain",
+    "with_plain_infos",
 ]
 
 _HEAD = struct.Struct("<IB")
@@ -216,6 +218,19 @@ class FragmentResult(NamedTuple):
     samples: DriftSamples | None
     env_s: float
     policy_s: float
+    step_s: Any = None
+    """[K] seconds of a step of each environment, float32; None where none was timed."""
+    not_sent: str = ""
+    """Which info was left out because it is not plain data, and why; "" where none was."""
+
+
+class MissingKeys(NamedTuple):
+    """Keys that no info had by the end of an episode; instead of infos in the answer to a fragment, and once only."""
+
+    mask: str | None
+    """Of the action masks."""
+    info_keys: list[str]
+    seen: list[str]
 
 
 class Evaluate(NamedTuple):
@@ -228,6 +243,10 @@ class Evaluate(NamedTuple):
     record: int
     """Episodes below this number bring their frames back."""
     knobs: dict[str, Any]
+    stickies: list[list[Sticky]]
+    """For each slot of the worker: attributes and calls that its environments have."""
+    stickies_epoch: int
+    """Changes with `stickies`: environments of an earlier one are made anew."""
 
 
 class Episode(NamedTuple):
@@ -296,6 +315,27 @@ def encode_plain(message: Any, other: Literal["refuse", "repr"] = "refuse") -> b
     return _HEAD.pack(len(body) + 1, _PLAIN) + body
 
 
+def with_plain_infos(result: FragmentResult) -> FragmentResult:
+    """Leave out the infos that are not plain data, and name the first of them."""
+    not_sent: list[str] = []
+
+    def is_plain(key: str, value: Any) -> bool:
+        try:
+            plain().pack({key: value})
+        except NotPlainError as error:
+            not_sent.append(f"info{error}")
+            return False
+        return True
+
+    infos = {key: [entry for entry in entries if is_plain(key, entry[2])] for key, entries in result.infos.items()}
+    infos = {key: entries for key, entries in infos.items() if entries}
+    episodes = [
+        (*episode[:4], {key: value for key, value in episode[4].items() if is_plain(key, value)})
+        for episode in result.episodes
+    ]
+    return result._replace(infos=infos, episodes=episodes, not_sent=not_sent[0] if not_sent else "")
+
+
 @cache
 def plain() -> Any:
     """The codec of what workers answer."""
@@ -305,8 +345,8 @@ def plain() -> Any:
     from clusterenv.infos import Column
     from clusterenv.protocol.plain import Codec
 
-    structs = [Reply, Fault, Built, FragmentResult, Finals, DriftSamples, Acted, Episode, Column, GraphInstance]
-    return Codec(structs, [AutoresetMode])
+    structs = [Reply, Fault, Built, FragmentResult, Finals, DriftSamples, MissingKeys, Acted, Episode]
+    return Codec([*structs, Column, GraphInstance], [AutoresetMode])
 
 
 def encode(message: NamedTuple) -> bytes:

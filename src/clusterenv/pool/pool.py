@@ -31,7 +31,7 @@ from clusterenv.events import Event, EventLog
 from clusterenv.pool.agreement import agree
 from clusterenv.pool.arena import ArenaLayout
 from clusterenv.pool.collecting import FragmentDesk, of_slots
-from clusterenv.pool.crew import Crew, Exit
+from clusterenv.pool.crew import Crew, Exit, Stack
 from clusterenv.pool.delivery import Delivery, Rows
 from clusterenv.pool.interrupts import held_back
 from clusterenv.pool.layout import Buffers, make_layout
@@ -44,10 +44,12 @@ from clusterenv.pool.messages import (
     Build,
     Built,
     Call,
+    FragmentResult,
     Reply,
     Reset,
     SetAttr,
     Step,
+    Sticky,
 )
 from clusterenv.pool.repairs import Repairs, env_error, last_words
 from clusterenv.pool.watch import PaceWatch
@@ -96,7 +98,7 @@ class Pool:
         self._inbox: deque[tuple[int, Any]] = deque()
         self._called: dict[int, Reply] = {}
         self.acted: list[Acted] = []  # what the workers' policy did in the step under way
-        self._deliveries = 0
+        self._steps = 0  # since slow environments were looked for
         self._pace = PaceWatch()
         self.desk = FragmentDesk(self)
         self._lives = Lives(self.num_envs)
@@ -118,6 +120,9 @@ class Pool:
         built: dict[int, Built] = {}
         while len(built) < len(self.slots_of):
             for worker, message in self._wait(None):
+                if isinstance(message, Stack):
+                    self._repairs.long_call(worker, message.text)
+                    continue
                 if isinstance(message, Exit):
                     raise WorkerLostError(
                         f"worker {worker} {message.reason} while it made the environment of slot "
@@ -235,7 +240,7 @@ class Pool:
     def deliver_all(self, copy: bool) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """The rows of a `step_all` that went well."""
         rows = self.rows.all_rows(copy)
-        self._count_delivery()
+        self._count_steps(1)
         return rows
 
     def send_step(
@@ -249,10 +254,10 @@ class Pool:
         whole: list[list[int]] = [[] for _ in self.slots_of]
         place = {slot: i for i, slot in enumerate(chosen)}
         for slot in chosen:
-            if slot in losses.held:
-                self.rows.begin_again(slot, losses.held.pop(slot), losses.lost.pop(slot, None))
-            elif slot in losses.lost and self.mode is not AutoresetMode.SAME_STEP:
+            if slot in losses.lost and self.mode is not AutoresetMode.SAME_STEP:
                 self.rows.tell_loss(slot, losses.lost.pop(slot))
+            elif slot in losses.held:
+                self.rows.begin_again(slot, losses.held.pop(slot), losses.lost.pop(slot, None))
             elif slot in losses.gone:  # awaited: its first row, or the reset row
                 losses.bring_back(slot)
             else:
@@ -283,18 +288,29 @@ class Pool:
     def set_seed_base(self, bases: list[int | None]) -> None:
         self._lives.set_bases(bases)
 
-    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, sticky: bool) -> list[Any]:
+    def call(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        sticky: bool = False,
+        slots: list[int] | None = None,
+    ) -> list[Any]:
+        """Call a method (or read an attribute) of every environment, or of these slots', in ascending order."""
         if self._losses.gone:
-            slots = tuple(sorted(self._losses.gone))
+            gone = tuple(sorted(self._losses.gone))
             raise WorkerLostError(
-                f"call({name!r}): the environments of slots {list(slots)} failed and are not back yet; "
+                f"call({name!r}): the environments of slots {list(gone)} failed and are not back yet; "
                 "step or reset first",
-                slots=slots,
+                slots=gone,
             )
         results: list[Any] = []
+        chosen = [[slot for slot in its if slots is None or slot in slots] for its in self.slots_of]
         requests = {
-            w: self.post(w, "call", slots, Call(self.number(), slots, name, args, kwargs))
-            for w, slots in enumerate(self.slots_of)
+            w: self.post(w, "call", its, Call(self.number(), its, name, args, kwargs))
+            for w, its in enumerate(chosen)
+            if its
         }
         for reply in self.replies(requests):
             results += reply.result or []
@@ -302,12 +318,12 @@ class Pool:
             self._lives.remember_call(name, args, kwargs)
         return results
 
-    def set_attr(self, name: str, values: list[Any]) -> None:
-        """Set on every environment that is there, and on every later incarnation."""
+    def set_attr(self, name: str, values: dict[int, Any]) -> None:
+        """Set on these slots' environments, as far as they are there, and on every later incarnation."""
         self._lives.remember_attribute(name, values)
         requests = {}
         for worker, slots in enumerate(self.slots_of):
-            here = [slot for slot in slots if slot not in self._losses.gone]
+            here = [slot for slot in slots if slot in values and slot not in self._losses.gone]
             if here:
                 message = SetAttr(self.number(), here, name, [values[slot] for slot in here])
                 requests[worker] = self.post(worker, "call", here, message)
@@ -348,16 +364,18 @@ class Pool:
 
     def deliver(self, copy: bool) -> Rows:
         """Hand over every row that is ready, ascending by slot."""
-        rows, told = self.rows.rows(copy)
-        if self.mode is AutoresetMode.NEXT_STEP:
-            for slot in told:  # its reset row comes next; begin now
-                self._losses.bring_back(slot)
-        self._count_delivery()
+        rows = self.rows.rows(copy)
+        if self._losses.gone and self.mode is AutoresetMode.NEXT_STEP:
+            for slot in rows.slots[rows.terminations | rows.truncations].tolist():
+                if slot in self._losses.gone:  # its reset row comes next; begin now
+                    self._losses.bring_back(slot)
+        self._count_steps(1)
         return rows
 
-    def _count_delivery(self) -> None:
-        self._deliveries += 1
-        if self._deliveries % _SLOW_EVERY == 0:
+    def _count_steps(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps >= _SLOW_EVERY:
+            self._steps = 0
             for slot, reason in self._pace.newly_slow(self.buffers.pace_s):
                 self.events.add(Event("slow", reason, (slot,), self._worker_of[slot]), level=logging.INFO)
 
@@ -387,6 +405,8 @@ class Pool:
                 tickets = list(self._open[worker].values())
                 self._open[worker].clear()
                 self._repairs.worker_gone(worker, message, {ticket.kind for ticket in tickets})
+            elif isinstance(message, Stack):
+                self._repairs.long_call(worker, message.text)
             elif isinstance(message, Built):
                 self._open[worker].pop(message.request, None)
         if self._losses.gone:
@@ -401,7 +421,7 @@ class Pool:
             if deadline is not None:
                 timeout_s = min(timeout_s, max(0.0, deadline - now))
         messages = self._crew.wait(timeout_s)
-        if not messages and not self._crew.is_inline:
+        if not self._crew.is_inline:  # also while others answer: one that hangs must not go unnoticed in a busy stream
             self._repairs.look_for_hangs([bool(tickets) for tickets in self._open])
         return messages
 
@@ -416,8 +436,7 @@ class Pool:
             return
         if ticket.kind in ("policy", "fragment"):
             self.desk.took(worker, ticket.kind, reply)
-            for fault in reply.faults:
-                self._repairs.env_gone(worker, fault, collecting=True)
+            self._take_faults(worker, reply, collecting=True)
             return
         failed = {fault.slot for fault in reply.faults}
         good = [slot for slot in reply.slots if slot not in failed]
@@ -435,8 +454,14 @@ class Pool:
                 raise self.desk.policy_error() or AssertionError("a policy error without an error")
             self.rows.mark_ready(good)
             self.rows.take_rows(reply)
-        for fault in reply.faults:
-            self._repairs.env_gone(worker, fault)
+        self._take_faults(worker, reply, collecting=False)
+
+    def _take_faults(self, worker: int, reply: Reply, collecting: bool) -> None:
+        """Take note of every fault before the first error is raised: all these environments are gone."""
+        errors = [self._repairs.env_gone(worker, fault, collecting) for fault in reply.faults]
+        for error in errors:
+            if error is not None:
+                raise error
 
     # -- what fragments need ----------------------------------------------------------------------------------
 
@@ -451,6 +476,10 @@ class Pool:
 
     def incarnations(self, slots: list[int]) -> list[int]:
         return [self._lives.incarnations[slot] for slot in slots]
+
+    def stickies(self, slots: list[int]) -> tuple[list[list[Sticky]], int]:
+        """What is set on every incarnation of these slots, and a number that changes with it."""
+        return [self._lives.stickies[slot] for slot in slots], self._lives.stickies_epoch
 
     def bring_back(self, worker: int) -> bool:
         """Whether all environments of this worker are there; what is missing is asked for."""
@@ -467,8 +496,16 @@ class Pool:
     def is_leaving(self, worker: int) -> bool:
         return self._crew.is_leaving(worker)
 
-    def collected(self, slots: list[int], stepped: Any) -> None:
+    def collected(self, slots: list[int], stepped: Any, result: FragmentResult) -> None:
         self.rows.collected(slots, stepped)
+        if result.step_s is not None:
+            self.buffers.pace_s[slots] = result.step_s
+        self._count_steps(result.num_steps)
+
+    def info_not_sent(self, worker: int, reason: str) -> None:
+        """An info of a fragment could not travel; said once, and counted."""
+        level = logging.DEBUG if "info_not_sent" in self.events.counts else logging.WARNING
+        self.events.add(Event("info_not_sent", reason, tuple(self.slots_of[worker]), worker), level=level)
 
     # -- the rest ---------------------------------------------------------------------------------------------
 
@@ -476,7 +513,11 @@ class Pool:
         """Give up every row under way (before a reset): wait for the workers to finish it, then forget it."""
         while any(t.kind != "call" for tickets in self._open for t in tickets.values()):
             self.turn(None)
-        self.rows.forget()
+        self._give_up_rows()
+
+    def _give_up_rows(self) -> None:
+        for slot, reason in self.rows.forget().items():
+            self._losses.not_reported(slot, reason)
 
     def give_up_step(self) -> bool:
         """Some worker's policy failed: wait for the others. True: a slot was stepped, and its row is lost."""
@@ -486,7 +527,7 @@ class Pool:
             except PolicyError:
                 continue
         stepped = self.rows.ready_count > 0
-        self.rows.forget()
+        self._give_up_rows()
         return stepped
 
     def state_dict(self) -> dict[str, Any]:
@@ -497,6 +538,9 @@ class Pool:
         self._lives.load_state_dict(state)
         for slot in range(self.num_envs):
             self._losses.slot_gone(slot, time.monotonic())
+
+    def need_packages(self, names: tuple[str, ...]) -> None:
+        self._crew.need_packages(names)
 
     def scale(self, nodes: int) -> None:
         self._crew.scale(nodes)

@@ -25,9 +25,10 @@ from typing import Any, Literal
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.errors import ClusterEnvError, SpecError, UsageError
-from clusterenv.events import emit
+from clusterenv.events import emit, emit_output
+from clusterenv.open_files import allow_open_files
 from clusterenv.pool.arena import ArenaLayout
-from clusterenv.pool.crew import Exit
+from clusterenv.pool.crew import Exit, Stack
 from clusterenv.pool.ends import how_it_ended
 from clusterenv.pool.fragment import STOP, TICK
 from clusterenv.pool.layout import Layout
@@ -74,6 +75,8 @@ class ProcessCrew:
         on_output: Callable[[int, str], None] | None = None,
         plain: Literal["refuse", "repr"] | None = None,
     ) -> None:
+        # Here, the channel of each worker; in the fork server, its pidfd and the pipe of its output.
+        allow_open_files(f"{workers} worker processes", more=workers + 16, in_child=2 * workers + 24)
         self._blueprint = blueprint
         self._mode = mode
         self._check = check
@@ -132,6 +135,9 @@ class ProcessCrew:
                 [sys.executable, "-m", "clusterenv.pool.forkserver", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                # A head that was started without one of these has no descriptor that its children could inherit.
+                stdout=None if sys.__stdout__ is not None else subprocess.DEVNULL,
+                stderr=None if sys.__stderr__ is not None else subprocess.DEVNULL,
                 env=env,
                 start_new_session=True,  # Ctrl-C in the terminal reaches the head alone, which then closes
             )
@@ -144,6 +150,7 @@ class ProcessCrew:
             "modules": [*self._preload, *([entry.split(":")[0]] if isinstance(entry, str) else [])],
             "payload": self._blueprint.payload,
             "num_envs": self._blueprint.num_envs,
+            "delivered": self._blueprint.delivered,
             "mode": self._mode,
             "check": self._check,
             "spin_s": self._spin_s,
@@ -314,6 +321,8 @@ class ProcessCrew:
             self._links[rest[0]].pid = rest[1]
         elif kind == "output":
             self._on_output(rest[0], rest[1])
+        elif kind == "stack":
+            events.append((rest[0], Stack(_untag(rest[1]))))
         elif kind == "failed":
             raise SpecError(f"the environments' code could not be loaded in a worker:\n{rest[0]}")
         elif kind == "exited":
@@ -350,9 +359,9 @@ class ProcessCrew:
         for line in text.split("\n"):
             match = _TAG.match(line)
             if match and int(match[1]) >= 0:
-                emit(logging.INFO, f"[slot {match[1]}] {match[2]}")
+                emit_output(f"[slot {match[1]}] {match[2]}")
             else:
-                emit(logging.INFO, f"[{everyone}] {match[2] if match else line}")
+                emit_output(f"[{everyone}] {match[2] if match else line}")
 
     # -- watching and ending ----------------------------------------------------------------------------------
 
@@ -371,6 +380,9 @@ class ProcessCrew:
     def scale(self, nodes: int) -> None:
         raise UsageError("scale() is for backends with nodes: this one has none")
 
+    def need_packages(self, names: tuple[str, ...]) -> None:
+        """Workers of this machine have what the caller has."""
+
     def is_leaving(self, index: int) -> bool:
         return False
 
@@ -384,6 +396,10 @@ class ProcessCrew:
     def kill(self, index: int) -> None:
         """End a hung worker; where it hung comes with its `Exit`."""
         self._tell(("kill", index, True), [])
+
+    def stack(self, index: int) -> None:
+        """Ask where this worker is; answered by a `Stack`."""
+        self._tell(("stack", index), [])
 
     def stop_early(self) -> None:
         """Fragments end after the step that they are in."""

@@ -7,24 +7,28 @@ give up. What has to be asked of workers goes through the pool.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from typing import Any, Protocol
 
 from clusterenv import infos as info_columns
 from clusterenv.code import missing_package
-from clusterenv.errors import EnvError, WorkerLostError
+from clusterenv.errors import ClusterEnvError, CrashLoopError, EnvError, WorkerLostError
 from clusterenv.events import Event, EventLog
 from clusterenv.pool.collecting import FragmentDesk
-from clusterenv.pool.crew import Crew, Exit
+from clusterenv.pool.crew import Cause, Crew, Exit
 from clusterenv.pool.delivery import Delivery
 from clusterenv.pool.group import PHASES
 from clusterenv.pool.lives import Lives
-from clusterenv.pool.losses import Losses, Seen
+from clusterenv.pool.losses import Loss, Losses, Seen
 from clusterenv.pool.messages import Build, Fault, Rebuild
-from clusterenv.pool.watch import HangWatch
+from clusterenv.pool.watch import HangWatch, LongCalls
 from clusterenv.recovery import Recovery, RestartBook
 
-__all__ = ["Repairs", "env_error", "last_words"]
+__all__ = ["Repairs", "env_error", "innermost_line", "last_words"]
+
+_LOOK_S = 0.2
+"""How often hangs are looked for."""
 
 
 class Host(Protocol):
@@ -52,13 +56,16 @@ class Repairs:
         self._book = RestartBook(recovery)
         self._hangs = HangWatch(len(host.slots_of))
         self._hung: dict[int, str] = {}  # killed for it; why
+        self._long_calls = LongCalls(len(host.slots_of), recovery.warn_after_s)
+        self._looked_at = 0.0
 
     def began(self, worker: int, now: float) -> None:
         """It was asked for something."""
         self._hangs.began(worker, now)
 
-    def env_gone(self, worker: int, fault: Fault, collecting: bool = False) -> None:
-        slot, rows = fault.slot, self._host.rows
+    def env_gone(self, worker: int, fault: Fault, collecting: bool = False) -> ClusterEnvError | None:
+        """Record the failure of one environment. Returns what the caller has to raise, if it is not to be repaired."""
+        slot = fault.slot
         event = Event(
             "env_error",
             fault.error,
@@ -72,13 +79,22 @@ class Repairs:
         )
         self._host.events.add(event)
         self._losses.slot_gone(slot, time.monotonic())
-        if self._recovery.on_error == "raise" or not rows.proven[slot]:
-            rows.awaited[slot] = False
-            rows.resetting.pop(slot, None)
-            rows.started[slot] = False
-            raise env_error(fault)
-        until = self._book.failed(f"slot {slot}", f"{fault.phase}: {fault.error}", time.monotonic())
-        self._settle(slot, fault.error, until, collecting)
+        if self._recovery.on_error == "raise" or not self._host.rows.proven[slot]:
+            self._give_up(slot)
+            return env_error(fault)
+        try:
+            until = self._book.failed(f"slot {slot}", f"{fault.phase}: {fault.error}", time.monotonic())
+        except CrashLoopError as error:
+            self._give_up(slot)
+            return error
+        self._settle(worker, slot, Loss(fault.error, False), until, collecting)
+        return None
+
+    def _give_up(self, slot: int) -> None:
+        """Its loss is reported by an exception, not by a row."""
+        rows = self._host.rows
+        rows.awaited[slot] = rows.started[slot] = False
+        rows.resetting.pop(slot, None)
 
     def worker_gone(self, worker: int, exit: Exit, asked: set[str]) -> None:
         """`asked`: the kinds of what it had to do."""
@@ -88,7 +104,7 @@ class Repairs:
         at_fault = slot if asked and slot in slots else None
         place = f" in {PHASES[phase]}() of slot {slot}"
         event = Event(
-            "worker_moved" if exit.is_moved else "worker_lost",
+            "worker_moved" if exit.cause is Cause.MOVED else "worker_lost",
             reason + (place if at_fault is not None else ""),
             tuple(slots),
             worker,
@@ -98,45 +114,51 @@ class Repairs:
             None,
             exit.tail,
         )
-        self._host.events.add(event, level=logging.INFO if exit.is_moved else logging.WARNING)
+        self._host.events.add(event, level=logging.INFO if exit.cause is Cause.MOVED else logging.WARNING)
         now = time.monotonic()
         self._losses.worker_gone(worker, slots, now)  # whatever is raised below, a later reset() finds the worker
-        (self._host.desk.moved if exit.is_moved else self._host.desk.lost)(worker)
-        if at_fault is not None and not exit.is_moved and not rows.proven[at_fault]:
-            rows.awaited[slots] = False
-            rows.started[slots] = False
-            raise WorkerLostError(
+        (self._host.desk.moved if exit.cause is Cause.MOVED else self._host.desk.lost)(worker)
+        until, error = now, None
+        has_crashed = exit.cause is Cause.CRASHED
+        if at_fault is not None and has_crashed and not rows.proven[at_fault]:
+            self._give_up(at_fault)
+            error = WorkerLostError(
                 f"{reason}{place}, before its first successful step{last_words(exit.tail)}", slots=tuple(slots)
             )
-        until = now
-        if not exit.is_moved:
+        elif has_crashed:
             until = self._book.failed(f"worker {worker} (slots {slots[0]}-{slots[-1]})", reason, now)
         self._losses.respawn[worker] = until
         collecting = "fragment" in asked
         for its in slots:
-            self._settle(its, reason, until, collecting)
+            if error is None or its != at_fault:
+                self._settle(worker, its, Loss(reason, True), until, collecting)
+        if error is not None:
+            raise error
 
-    def _settle(self, slot: int, reason: str, until: float, collecting: bool) -> None:
-        rows = self._host.rows
-        buffers = rows.buffers
+    def _settle(self, worker: int, slot: int, loss: Loss, until: float, collecting: bool) -> None:
         if collecting:
             self._losses.settle_collecting(slot, until)
             return
+        rows = self._host.rows
+        # The slots of a vector environment step together, and so all report a loss if one of them has to.
+        together = self._host.slots_of[worker] if self._host.is_vector else [slot]
+        has_ended = all(rows.has_ended(other) for other in together)
         seen = Seen(
             started=bool(rows.started[slot]),
-            ended=bool(rows.ended[slot]),
+            ended=has_ended,
             awaited=bool(rows.awaited[slot]),
             resetting=slot in rows.resetting,
             ready=bool(rows.ready[slot]),
-            ready_ends=bool(buffers.terminated[slot] or buffers.truncated[slot]),
+            ready_ends=has_ended,
+            ready_is_loss=bool(rows.is_loss[slot]),
         )
-        if self._losses.settle(slot, reason, until, time.monotonic(), seen):
+        if self._losses.settle(slot, loss, until, time.monotonic(), seen):
             rows.tell_loss(slot, self._losses.lost.pop(slot))
 
     def rebuilt(self, slot: int, columns: info_columns.Columns) -> None:
         event = Event("env_rebuilt", "started again", (slot,), incarnation=self._lives.incarnations[slot])
         self._host.events.add(event, level=logging.DEBUG)
-        if self._host.rows.awaited[slot]:
+        if self._host.rows.awaited[slot] and not self._host.rows.ready[slot]:
             self._host.rows.begin_again(slot, columns, self._losses.lost.pop(slot, None))
         else:
             self._losses.held[slot] = columns
@@ -162,6 +184,7 @@ class Repairs:
 
     def _rebuild(self, worker: int, slots: list[int]) -> None:
         lives = self._lives
+        assert not self._host.rows.has_row(slots), f"slots {slots} have rows that were not delivered"
         seeds: list[int | None] = []
         options = None
         for slot in slots:
@@ -187,8 +210,11 @@ class Repairs:
             )
 
     def look_for_hangs(self, busy: list[bool]) -> None:
-        """Kill workers that have something to do and have not moved for too long."""
+        """Kill workers that have something to do and have not moved for too long; warn of them before."""
         now = time.monotonic()
+        if now - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = now
         for worker, is_busy in enumerate(busy):
             if not is_busy or worker in self._hung or worker in self._losses.respawn:
                 continue
@@ -198,6 +224,19 @@ class Repairs:
             if limit_s is not None and stuck_s > limit_s:
                 self._hung[worker] = f"hung for {stuck_s:.1f} s ({phase}_timeout_s={limit_s})"
                 self._crew.kill(worker)
+            elif at[0] >= 0 and self._long_calls.is_due(worker, stuck_s):
+                self._crew.stack(worker)
+
+    def long_call(self, worker: int, stack: str) -> None:
+        """Warn of a worker that has been in one call for long; `stack` says where."""
+        slot, phase, _ = at = self._crew.progress(worker)
+        stuck_s, limit_s = self._hangs.stuck_s(worker, at, time.monotonic()), self._recovery.timeout_s(PHASES[phase])
+        if stuck_s == 0.0:
+            return  # it went on meanwhile
+        limit = "no limit" if limit_s is None else f"{PHASES[phase]}_timeout_s={limit_s:g}"
+        place = innermost_line(stack)
+        reason = f"worker {worker} has been in one call for {stuck_s:.0f} s ({limit}){' at ' * bool(place)}{place}"
+        self._host.events.add(Event("long_call", reason, (slot,), worker, PHASES[phase], detail=stack))
 
 
 def env_error(fault: Fault, where: str = "") -> EnvError:
@@ -210,6 +249,13 @@ def env_error(fault: Fault, where: str = "") -> EnvError:
         phase=fault.phase,
         remote_traceback=fault.traceback,
     )
+
+
+def innermost_line(stack: str) -> str:
+    """The line of a faulthandler text in which the main thread is: "env.py:12 in step"; empty where there is none."""
+    _, _, current = stack.partition("Current thread ")
+    found = re.search(r'File "(.*)", line (\d+) in (.*)', current)
+    return f"{found[1]}:{found[2]} in {found[3]}" if found else ""
 
 
 def last_words(tail: str) -> str:

@@ -30,10 +30,13 @@ class VectorGroup:
         self._venv: VectorEnv[Any, Any, Any] | None = None
         self._slots: list[int] = []
         self._incarnation = 0
-        self._taken = 0
+        self._calls: Any = None  # [K], number of the last `step` call in each slot's episode; 0: its reset
+        self._over: Any = None  # [K], the next step of this slot is its reset
 
     def build(self, request: Build) -> Built:
         self._slots = request.slots
+        self._calls = np.zeros(len(self._slots), dtype=np.int64)
+        self._over = np.zeros(len(self._slots), dtype=np.bool_)
         if not request.make:
             return Built(request.request, None, None, {}, None, None, None, [])
         try:
@@ -88,13 +91,18 @@ class VectorGroup:
                 raise RuntimeError("this vector environment failed and was not started again")
             blocks = [array[rows].copy() for array in buffers.actions]
             actions = assemble(venv.single_action_space, iter(blocks))
+            self._calls += 1
+            self._calls[self._over] = 0
             obs, rewards, terminations, truncations, infos = venv.step(actions)
-            self._taken += 1
             side = self._write(obs)
             buffers.reward[rows] = rewards
             buffers.terminated[rows] = terminations
             buffers.truncated[rows] = truncations
             self._refuse_bad(side)
+            self._over = np.logical_or(terminations, truncations)
+            if venv.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP:
+                self._calls[self._over] = 0
+                self._over[:] = False
         except Caught as error:
             return Reply(request, self._slots, faults=self._faults(STEP, error))
         if infos:
@@ -125,7 +133,8 @@ class VectorGroup:
                 if seed is not None:
                     seed = [dict(zip(request.slots, request.seeds, strict=True)).get(s) for s in self._slots]
             obs, infos = venv.reset(seed=seed, options=options)
-            self._taken = 0
+            asked = np.isin(self._slots, request.slots)
+            self._calls[asked], self._over[asked] = 0, False
             side = self._write(obs)
             self._buffers.reward[request.slots] = 0.0
             self._buffers.terminated[request.slots] = False
@@ -205,4 +214,8 @@ class VectorGroup:
     def _describe(self, phase: int, error: BaseException) -> list[Fault]:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         title = f"{type(error).__name__}: {error}"
-        return [Fault(slot, PHASES[phase], title, text, None, self._incarnation, self._taken) for slot in self._slots]
+        calls = self._calls.tolist() if phase in (STEP, CALL) else [0] * len(self._slots)
+        return [
+            Fault(slot, PHASES[phase], title, text, None, self._incarnation, call)
+            for slot, call in zip(self._slots, calls, strict=True)
+        ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-__all__ = ["HangWatch", "PaceWatch"]
+__all__ = ["HangWatch", "LongCalls", "PaceWatch"]
 
 _SLOW_FACTOR = 5.0
 _SLOW_S = 0.001
@@ -29,6 +30,21 @@ class HangWatch:
             self._seen[worker] = (progress, now_s)
             return 0.0
         return now_s - since
+
+
+class LongCalls:
+    """Whose call takes so long that the user should know, long before a timeout ends it."""
+
+    def __init__(self, workers: int, warn_after_s: float | None) -> None:
+        self._warn_after_s = [math.inf if warn_after_s is None else warn_after_s] * workers
+
+    def is_due(self, worker: int, stuck_s: float) -> bool:
+        """Whether to warn now. The next warning of the same worker takes twice as long: it may just be slow."""
+        if stuck_s <= self._warn_after_s[worker]:
+            return False
+        while self._warn_after_s[worker] < stuck_s:
+            self._warn_after_s[worker] *= 2
+        return True
 
 
 class PaceWatch:

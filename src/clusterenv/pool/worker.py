@@ -22,15 +22,30 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.errors import NotPlainError
 from clusterenv.pool.dispatch import Dispatcher
-from clusterenv.pool.messages import Close, Fault, FrameReader, Reply, encode, encode_plain, encode_quick, open_request
+from clusterenv.pool.messages import (
+    Close,
+    Fault,
+    FragmentResult,
+    FrameReader,
+    Reply,
+    encode,
+    encode_plain,
+    encode_quick,
+    open_request,
+    with_plain_infos,
+)
+from clusterenv.pool.orphans import become_subreaper
 
-__all__ = ["BELL", "PROGRESS_BYTES", "SharedMemory", "run"]
+__all__ = ["BELL", "PROGRESS_BYTES", "STACK_SIGNAL", "SharedMemory", "run"]
 
 BELL = 2
 """Which progress word the head changes after it sent something: looking at it takes no system call."""
 
 PROGRESS_BYTES = 64
 """Progress words of one worker: a cache line each, so that workers do not share one."""
+
+STACK_SIGNAL = signal.SIGRTMIN + 7
+"""Makes a worker write where it is to its stderr, even with the GIL held. One that simulators hardly use themselves."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -97,15 +112,15 @@ def run(
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the line above took effect
         os._exit(0)
+    become_subreaper()  # keeps what the environments start apart from what those of other workers start
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
     progress_map = mmap.mmap(memory.progress, 0)
     progress = memoryview(progress_map).cast("i")[index * PROGRESS_BYTES // 4 :]
     sys.stdout = _TaggedOutput(1, progress)
     sys.stderr = _TaggedOutput(2, progress)
     faulthandler.enable(file=2, all_threads=True)
-    # Forked siblings would otherwise share the state of the global generators.
-    random.seed()
-    np.random.seed(int.from_bytes(os.urandom(4), "little"))
+    faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
+    _seed_global_generators()
 
     dispatcher = Dispatcher(makers, mode, check, progress, _Mapped(memory))
     receiver = _Receiver(channel, progress, spin_s)
@@ -130,10 +145,22 @@ def run(
                 os._exit(0)
 
 
+def _seed_global_generators() -> None:
+    """Siblings that are forked from one process would otherwise all draw the same numbers."""
+    random.seed()
+    np.random.seed(int.from_bytes(os.urandom(4), "little"))
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)  # imported later, it seeds itself
+    if generator is not None:
+        generator.seed()
+
+
 def _for_network(reply: Any, other: Literal["refuse", "repr"]) -> bytes:
     try:
         return encode_plain(reply, other)
     except NotPlainError as error:
+        if isinstance(reply, Reply) and isinstance(reply.result, FragmentResult):
+            # The rows are there and in order; the head must get them, or it would wait for them for ever.
+            return encode_plain(reply._replace(result=with_plain_infos(reply.result)), other)
         # The fault of whatever environment returned it; which one is in the path that the error names.
         slots = reply.slots if isinstance(reply, Reply) else []
         fault = Fault(slots[0] if slots else -1, "step", f"{error}", "", None, 0, 0)

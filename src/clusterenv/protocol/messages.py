@@ -9,12 +9,15 @@ from typing import Literal
 
 import msgspec
 
+from clusterenv.sources import Wanted
+
 __all__ = [
     "PROTOCOL",
     "Answer",
     "Beat",
     "Bye",
     "Chunk",
+    "Code",
     "Exited",
     "Failed",
     "Fragments",
@@ -23,6 +26,7 @@ __all__ = [
     "Hello",
     "Host",
     "Kill",
+    "Lacks",
     "Leave",
     "Offer",
     "Output",
@@ -36,7 +40,7 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL = 3
+PROTOCOL = 5
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
@@ -60,13 +64,25 @@ class Hello(_Message):
     cores: int
     allow_pickle: bool
     """Whether it takes pickled code."""
+    versions: dict[str, str] = {}
+    """Of packages that have to fit where code or a policy is pickled. Has a default: protocols before 4 do not send it,
+    and are to be refused by their number."""
 
 
 class Failed(_Message):
-    """The code of the environments could not be loaded on this node."""
+    """This node cannot run the workers of a seat."""
 
     seat: int
     text: str
+    is_code: bool = True
+    """The code of the environments could not be loaded; False: the machine does not allow so many workers."""
+
+
+class Lacks(_Message):
+    """Packages that the seat's code names, and that this node cannot import as they are on the head."""
+
+    seat: int
+    packages: tuple[str, ...]
 
 
 class Answer(_Message):
@@ -96,6 +112,14 @@ class Exited(_Message):
 
 class Output(_Message):
     """Lines that a worker printed."""
+
+    seat: int
+    worker: int
+    text: str
+
+
+class StackTrace(_Message):
+    """Where a worker is, as `TraceStack` asked."""
 
     seat: int
     worker: int
@@ -153,6 +177,14 @@ class Host(_Message):
     other: Literal["refuse", "repr"]
     is_named: bool
     """The code is a name, and no request is pickled."""
+    packages: tuple[Wanted, ...]
+    """The user's own packages that the code names: the node asks for those that it lacks (`Lacks`)."""
+
+
+class Code(_Message):
+    """The answer to `Lacks`; frame: the files that can be sent."""
+
+    seat: int
 
 
 class Rows(_Message):
@@ -197,6 +229,13 @@ class Kill(_Message):
     worker: int
 
 
+class TraceStack(_Message):
+    """Ask where a worker is that has been in one call for long; answered by `StackTrace`."""
+
+    seat: int
+    worker: int
+
+
 class Offer(_Message):
     """Weights to be pulled before anything that is told after this; `place` is where in memory they go."""
 
@@ -220,11 +259,37 @@ class Chunk(_Message):
     at: int
 
 
-class Leave(_Message):
-    """Give the seat up, or (-1) all of them: the run is over."""
+class Withdrawn(_Message):
+    """These weights cannot be pulled any more: newer ones have taken their place, and nobody waits for them."""
 
     seat: int
+    offer: int
 
 
-FromNode = Hello | Failed | Answer | Rung | Exited | Output | Beat | Pull | Bye
-FromHead = Welcome | Refused | Host | Rows | Fragments | Start | Tell | Ring | Kill | Offer | Chunk | Leave
+class Leave(_Message):
+    """Give the seat up, or (-1) all of them, and end."""
+
+    seat: int
+    reason: str = ""
+    failed: bool = False
+    """The run ended by an exception."""
+
+
+FromNode = Hello | Failed | Lacks | Answer | Rung | Exited | Output | StackTrace | Beat | Pull | Bye
+FromHead = (
+    Welcome
+    | Refused
+    | Host
+    | Code
+    | Rows
+    | Fragments
+    | Start
+    | Tell
+    | Ring
+    | Kill
+    | TraceStack
+    | Offer
+    | Chunk
+    | Withdrawn
+    | Leave
+)

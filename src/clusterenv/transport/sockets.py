@@ -6,6 +6,7 @@ Only keys that the head was told to allow get past the handshake; nothing of any
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,9 +36,11 @@ class Arrived(NamedTuple):
 
 
 class HeadSocket:
-    """Listens on one address."""
+    """Listens on one address, and there on the first of `ports` that is free; 0 stands for any port."""
 
-    def __init__(self, host: str, port: int, keys: KeyPair, *, frame_limit: int, dead_after_s: float) -> None:
+    def __init__(
+        self, host: str, ports: Sequence[int], keys: KeyPair, *, frame_limit: int, dead_after_s: float
+    ) -> None:
         self._context = zmq.Context()
         self._zap = self._context.socket(zmq.REP)
         self._zap.linger = 0
@@ -65,14 +68,27 @@ class HeadSocket:
         self._socket = socket
         shown = f"[{host}]" if ":" in host else host
         try:
-            if port:
-                socket.bind(f"tcp://{shown}:{port}")
-            else:
-                port = socket.bind_to_random_port(f"tcp://{shown}", max_tries=1000)
-        except zmq.ZMQError as error:
+            self.address = f"tcp://{shown}:{self._bind(shown, ports)}"
+        except BaseException:
             self.close()
-            raise StartError(f"cannot listen on {shown}:{port or '(any)'}: {error.strerror or error}") from None
-        self.address = f"tcp://{shown}:{port}"
+            raise
+
+    def _bind(self, host: str, ports: Sequence[int]) -> int:
+        """Return the port that was free."""
+        for port in ports:
+            try:
+                if not port:
+                    return self._socket.bind_to_random_port(f"tcp://{host}", max_tries=1000)
+                self._socket.bind(f"tcp://{host}:{port}")
+            except zmq.ZMQError as error:
+                if error.errno == errno.EADDRINUSE and len(ports) > 1:
+                    continue
+                text = f"cannot listen on {host}:{port or '(any)'}: {error.strerror or error}"
+                if error.errno == errno.EADDRNOTAVAIL:
+                    text += ". bind= names an address of this machine; advertise= is for one that is forwarded to it"
+                raise StartError(text) from None
+            return port
+        raise StartError(f"cannot listen on {host}: all ports from {ports[0]} to {ports[-1]} are in use: widen port=")
 
     def allow(self, key: str) -> None:
         self._allowed.add(z85.decode(key))

@@ -1,0 +1,124 @@
+"""How many CPUs this process may use: its affinity, bounded by the CPU quotas of its control groups (v1 and v2).
+
+Pods and batch jobs often limit CPUs by a quota alone: the affinity of a pod with 4 CPUs names all cores of its machine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Mount", "cpu_limit", "cpu_quota", "mounts_of", "usable_cores", "whole_cores"]
+
+Read = Callable[[str], str | None]
+"""The text of the file at a path, or None where there is none."""
+
+
+class Mount(NamedTuple):
+    """A mounted hierarchy of control groups; `root` is the group that is seen at `point`."""
+
+    root: str
+    point: str
+    is_v2: bool
+    controllers: tuple[str, ...]
+    """Of a v1 hierarchy; empty for v2."""
+
+
+def cpu_limit() -> float:
+    """Return the CPUs that this process and its children may use at the same time; may be less than 1."""
+    return min(len(os.sched_getaffinity(0)), _own_quota() or math.inf)
+
+
+def usable_cores() -> int:
+    """Return how many busy processes there are CPUs for, at least 1."""
+    return whole_cores(cpu_limit())
+
+
+def whole_cores(limit: float) -> int:
+    """Round down: workers that step together would all wait for the one that is throttled."""
+    return max(1, math.floor(limit))
+
+
+def cpu_quota(memberships: str, mountinfo: str, read: Read) -> float | None:
+    """Return the smallest CPU quota of the groups of a process and their parents, in CPUs; None without any.
+
+    Args:
+        memberships: the text of /proc/PID/cgroup.
+        mountinfo: the text of /proc/PID/mountinfo.
+        read: reads a file of a mounted hierarchy.
+    """
+    mounts = list(mounts_of(mountinfo))
+    quotas = []
+    for line in memberships.splitlines():
+        _, names, path = line.split(":", 2)
+        is_v2 = not names
+        if not is_v2 and "cpu" not in names.split(","):
+            continue
+        fitting = [m for m in mounts if (m.is_v2 if is_v2 else "cpu" in m.controllers)]
+        for folder in _folders(path, fitting):
+            quota = _quota_v2(folder, read) if is_v2 else _quota_v1(folder, read)
+            if quota is not None:
+                quotas.append(quota)
+    return min(quotas, default=None)
+
+
+def mounts_of(mountinfo: str) -> Iterator[Mount]:
+    """Yield the control group hierarchies in the text of /proc/PID/mountinfo."""
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        if kind in ("cgroup", "cgroup2"):
+            root, point = (_unescaped(text) for text in before.split(" ")[3:5])
+            yield Mount(root, point, kind == "cgroup2", () if kind == "cgroup2" else tuple(options.split(",")))
+
+
+def _folders(path: str, mounts: list[Mount]) -> list[str]:
+    """Return where a group and its parents are seen, as far as they are mounted."""
+    folders = []
+    for mount in mounts:
+        root = mount.root.rstrip("/")
+        if "/.." not in path and (path == root or path.startswith(f"{root}/")):
+            parts = [part for part in path[len(root) :].split("/") if part]
+            folders += ["/".join([mount.point, *parts[:count]]) for count in range(len(parts) + 1)]
+    # A group outside of what is mounted: a container sees its own group at the mount point, whatever its path is.
+    return folders or [mount.point for mount in mounts]
+
+
+def _quota_v1(folder: str, read: Read) -> float | None:
+    quota, period = (_number(read(f"{folder}/cpu.cfs_{name}_us")) for name in ("quota", "period"))
+    return quota / period if quota is not None and period is not None and quota > 0 and period > 0 else None
+
+
+def _quota_v2(folder: str, read: Read) -> float | None:
+    words = (read(f"{folder}/cpu.max") or "").split()
+    if len(words) != 2:
+        return None
+    quota, period = map(_number, words)  # "max" is no number
+    return quota / period if quota is not None and period else None
+
+
+def _number(text: str | None) -> int | None:
+    try:
+        return int(text or "")
+    except ValueError:
+        return None
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _own_quota() -> float | None:
+    memberships, mountinfo = _read("/proc/self/cgroup"), _read("/proc/self/mountinfo")
+    return cpu_quota(memberships, mountinfo, _read) if memberships and mountinfo else None
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return None

@@ -1,0 +1,36 @@
+"""How a run ends: in order, or by an exception. Nodes are told, and show it by their exit codes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+
+__all__ = ["Ending"]
+
+_LIMIT = 500  # characters of an exception that are sent
+
+
+class Ending:
+    """Made when a run begins, asked in the thread that closes it."""
+
+    def __init__(self) -> None:
+        # The number only: a reference would keep the frames of that exception alive.
+        self._handled = id(sys.exc_info()[1])
+
+    def error(self) -> str:
+        """Return the exception that ends the run, as text; empty where the run is closed in order.
+
+        That is the exception under way in this thread (`with`, `finally`), unless it was already being handled when
+        the run began; or, while the interpreter ends, the one that has ended the script.
+        """
+        error = sys.exc_info()[1]
+        if id(error) == self._handled:
+            error = None
+        if error is None and not threading.main_thread().is_alive():
+            error = getattr(sys, "last_value", None)
+        if error is None or isinstance(error, (GeneratorExit, StopIteration)):
+            return ""
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return ""
+        return traceback.format_exception_only(error)[-1].strip()[:_LIMIT]

@@ -1,0 +1,48 @@
+"""`make_vec`: an id and keyword arguments to a `ClusterEnv`, with ours told apart from the environment's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gymnasium.envs.registration import EnvSpec
+
+from clusterenv.arguments import closest, expect, shown
+from clusterenv.env import ClusterEnv
+from clusterenv.errors import SpecError
+from clusterenv.spec import constructor_takes
+
+__all__ = ["make_vec"]
+
+_OWN = ("backend", "autoreset_mode", "recovery", "copy", "env_kwargs")
+_GYMNASIUMS = {
+    "vectorization_mode": "leave it out: environments run in worker processes, backend=... says where.",
+    "vector_kwargs": "write its entries as arguments of make_vec.",
+    "wrappers": "write ClusterEnv(lambda: Wrapper(gym.make(id)), num_envs).",
+}
+"""What `gymnasium.make_vec` takes and this one does not."""
+
+
+def make_vec(id: str | EnvSpec, num_envs: int = 1, **kwargs: Any) -> ClusterEnv:
+    """The short form: arguments of `ClusterEnv` by name, all others go to the environment.
+
+    A name that is nearly one of ours is refused, unless the environment's constructor has it; what is meant for a
+    constructor that takes `**kwargs` can go by `env_kwargs`.
+
+    Example:
+        >>> import clusterenv as ce
+        >>> envs = ce.make_vec("CartPole-v1", num_envs=2, render_mode="rgb_array")
+        >>> envs.render_mode
+        'rgb_array'
+        >>> envs.close()
+    """
+    own = {key: kwargs.pop(key) for key in _OWN if key in kwargs}
+    for name in kwargs:
+        near = closest(name, ("num_envs", *_OWN))
+        hint = f"did you mean {near}=...?" if near else _GYMNASIUMS.get(name)
+        if hint and not constructor_takes(id, name):
+            text = f"make_vec({name}={shown(kwargs[name])}): make_vec has no argument of this name; {hint}"
+            raise SpecError(f"{text} If the environment is to get it, write env_kwargs={{{name!r}: ...}}")
+    given = own.pop("env_kwargs", None)
+    expect("make_vec", "env_kwargs", given, Mapping[str, Any] | None)
+    return ClusterEnv(id, num_envs, env_kwargs={**(given or {}), **kwargs}, **own)

@@ -1,0 +1,83 @@
+"""Processes that environments start and leave behind: which worker they belong to, and how they are ended.
+
+Workers and the fork server are child subreapers. The descendants of an environment therefore stay below its worker,
+also when they become daemons (a session of their own, two forks, an empty environment). When that worker ends, the
+kernel makes them children of the fork server, before the server is told of the end. So at any time, the children of
+the fork server are workers, what the server itself started, and orphans of workers that ended: no marks are needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Collection
+
+__all__ = ["Orphans", "become_subreaper", "kill_group"]
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def become_subreaper() -> None:
+    """Adopt descendants whose parents end. Not inherited by forks."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def kill_group(pid: int) -> bool:
+    """Kill a child that was not reaped yet, and its process group if it leads one. False: not permitted (setuid)."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            try:
+                kill(pid, signal.SIGKILL)
+            except PermissionError:
+                return False
+    return True
+
+
+class Orphans:
+    """The children of the fork server that are not workers."""
+
+    def __init__(self) -> None:
+        self._own: set[int] = set()
+        self._cannot_kill: set[int] = set()
+
+    def spare_present(self) -> None:
+        """Keep the present children until `end_all`: started by modules that the server imported, no worker's."""
+        self._own = _children()
+
+    def end(self, workers: Collection[int]) -> bool:
+        """Kill and reap the orphans. True: some are still there, so call again soon.
+
+        A killed orphan takes a moment to end, and its own children become orphans only then.
+        """
+        orphans = _children().difference(workers, self._own, self._cannot_kill)
+        for pid in orphans:
+            if not kill_group(pid):
+                self._cannot_kill.add(pid)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        return bool(orphans)
+
+    def end_all(self, timeout_s: float) -> None:
+        """Kill and reap every child."""
+        self._own.clear()
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            is_more = self.end(())
+            try:
+                os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if not is_more and self._cannot_kill:
+                return
+            time.sleep(0.002)
+
+
+def _children() -> set[int]:
+    pids: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/children") as file:  # noqa: PTH123  fewer imports before the fork
+            pids.update(map(int, file.read().split()))
+    return pids

@@ -1,0 +1,142 @@
+"""What the library says, where, and when: nothing unless something is wrong, and what environments print."""
+
+from __future__ import annotations
+
+import io
+import logging
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import clusterenv as ce
+from clusterenv.events import emit, emit_output, emit_progress, instruct
+
+
+def run(script: str, redirect: str = "") -> subprocess.CompletedProcess[str]:
+    command = f'exec "$0" -c "$1" {redirect}'
+    return subprocess.run(
+        ["bash", "-c", command, sys.executable, textwrap.dedent(script)], capture_output=True, text=True, timeout=60
+    )
+
+
+QUIET = """
+    import logging
+    import clusterenv as ce, gymnasium as gym
+    backend = ce.Local(workers=1, network=True)  # nodes that join are told at INFO
+    with ce.ClusterEnv("CartPole-v1", 2, backend=backend) as envs:
+        batch = envs.collector(ce.RandomPolicy(), seed=1).rollout(8)
+    print(batch.num_steps)
+"""
+
+
+def test_nothing_is_said_where_all_is_well():
+    done = run(QUIET)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
+
+
+def test_a_log_that_takes_info_has_it_all():
+    done = run(QUIET.replace("import logging", "import logging; logging.basicConfig(level=logging.INFO)"))
+    assert "INFO:clusterenv:policy recognised: random actions" in done.stderr
+    assert "INFO:clusterenv:node_joined" in done.stderr
+
+
+FAILING = """
+    import sys
+    import clusterenv as ce, gymnasium as gym
+
+    class Fails(gym.Wrapper):
+        steps = 0
+        def step(self, action):
+            print("about to step")
+            self.steps += 1
+            if self.steps == 2:
+                raise RuntimeError("the simulator exploded")
+            return super().step(action)
+
+    envs = ce.ClusterEnv([lambda: Fails(gym.make("CartPole-v1"))], backend=ce.Local(workers=1))
+    envs.reset(seed=0)
+    {before}
+    for _ in range(20):
+        infos = envs.step([0])[4]
+        if "transition_valid" in infos:
+            break
+    print(infos["loss_reason"])
+    envs.close()
+"""
+
+
+def test_warnings_and_what_environments_print_are_seen_without_any_logging_set_up():
+    done = run(FAILING.format(before=""))
+    assert done.stdout == "['RuntimeError: the simulator exploded']\n"
+    assert "clusterenv: env_error: RuntimeError: the simulator exploded (slot 0, phase step" in done.stderr
+    assert "[slot 0] about to step\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("redirect", "before"), [("2>/dev/full", ""), ("2>&-", ""), ("", "sys.stderr.close()"), ("", "sys.stderr = None")]
+)
+def test_a_full_or_closed_stderr_ends_no_run(redirect, before):
+    done = run(FAILING.format(before=before), redirect)
+    assert done.stdout == "['RuntimeError: the simulator exploded']\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def silent_log(caplog):
+    """Nobody shows INFO, as in a script that did not configure logging, or with its default level."""
+    assert not logging.getLogger("clusterenv").isEnabledFor(logging.INFO)
+    return caplog
+
+
+def test_progress_is_for_terminals(silent_log, monkeypatch):
+    file, terminal = io.StringIO(), Terminal()
+    for stream in (file, terminal):
+        monkeypatch.setattr(sys, "stderr", stream)
+        emit_progress("1/2 nodes")
+    assert (file.getvalue(), terminal.getvalue()) == ("", "clusterenv: 1/2 nodes\n") and not silent_log.records
+    with silent_log.at_level(logging.INFO):
+        emit_progress("2/2 nodes")
+    assert silent_log.messages == ["2/2 nodes"] and "2/2" not in terminal.getvalue(), "said once"
+
+
+def test_the_wait_for_nodes_is_told_on_a_terminal_after_seconds(silent_log, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    for timeout_s, waiting in ((0.5, 0), (2.5, 1)):
+        with pytest.raises(ce.StartError, match="0/1 nodes"):
+            ce.ClusterEnv("CartPole-v1", 1, backend=ce.Manual(1, bind="127.0.0.1", start_timeout_s=timeout_s))
+        assert terminal.getvalue().count("clusterenv: 0/1 nodes, 0/1 environments, waiting for node 0") == waiting
+    assert terminal.getvalue().count("node 0: clusterenv node --join node-0.key") == 2, "what a person has to do"
+
+
+def test_what_environments_print_can_be_logged_or_silenced(silent_log, capsys):
+    emit_output("[slot 1] hello")
+    assert capsys.readouterr().err == "[slot 1] hello\n" and not silent_log.records
+    with silent_log.at_level(logging.INFO, "clusterenv.output"):
+        emit_output("[slot 1] hello")
+    assert capsys.readouterr().err == "" and silent_log.messages == ["[slot 1] hello"]
+    for name in ("clusterenv.output", "clusterenv"):
+        with silent_log.at_level(logging.ERROR, name):
+            emit_output("[slot 1] hello")
+    assert capsys.readouterr().err == "" and len(silent_log.records) == 1
+
+
+def test_a_log_that_cannot_be_written_is_no_reason_to_stop(monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    broken = logging.StreamHandler(closed)
+    logging.getLogger("clusterenv").addHandler(broken)
+    monkeypatch.setattr(sys, "stderr", closed)
+    try:
+        emit(logging.WARNING, "a")
+        emit_output("b")
+        emit_progress("c")
+        instruct("d")
+    finally:
+        logging.getLogger("clusterenv").removeHandler(broken)
