@@ -63,11 +63,11 @@ def close_while(
 
 @contextlib.contextmanager
 def stopped(*pids: int) -> Iterator[None]:
-    """These processes do nothing within the block. The last one is the first to go on."""
+    """These processes do nothing within the block."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        for pid in reversed(pids):
+        for pid in pids:
             os.kill(pid, signal.SIGCONT)

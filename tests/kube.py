@@ -24,7 +24,7 @@ import tarfile
 import tempfile
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -296,10 +296,20 @@ class KubeCluster:
         own = ["--kubeconfig", self.kubeconfig, "--cache-dir", self.folder / "kubectl"]
         return _call([self._binaries / "kubectl", *own, *args], input=input, timeout=timeout)
 
-    def daemon_pids(self, name: str) -> tuple[int, int]:
-        """As this process sees them: nsenter, which stops itself where its child is stopped, and that child."""
+    @contextlib.contextmanager
+    def stopped(self, name: str) -> Iterator[None]:
+        """This daemon does nothing within the block."""
         outer = self._daemons[name].pid
-        return outer, int(Path(f"/proc/{outer}/task/{outer}/children").read_text())
+        inner = int(Path(f"/proc/{outer}/task/{outer}/children").read_text())
+        os.kill(inner, signal.SIGSTOP)
+        try:
+            # nsenter stops itself where its child is stopped, and would again if it were continued before it has.
+            while " T " not in Path(f"/proc/{outer}/stat").read_text():
+                time.sleep(0.01)
+            yield
+        finally:
+            os.kill(inner, signal.SIGCONT)
+            os.kill(outer, signal.SIGCONT)
 
     def user(self, name: str) -> Path:
         """The kubeconfig of a user without any rights; the names were given at the start."""

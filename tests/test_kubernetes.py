@@ -21,7 +21,7 @@ import yaml
 
 import clusterenv as ce
 import real
-from closing import close_while, stopped
+from closing import close_while
 from clusterenv.backends import kubernetes, kubernetes_api
 from clusterenv.backends.kubernetes import pod_manifest, run_manifest, secret_manifest
 from clusterenv.cli import main
@@ -406,7 +406,7 @@ def test_nothing_runs_after_its_head_was_killed_and_gc_removes_the_rest(tmp_path
 def test_close_while_the_api_server_hangs(tmp_path):
     cluster = real.running["kubernetes"]
     backend = pods(cluster, 2, heartbeat=FAST, folder=str(tmp_path))
-    closed = close_while(lambda: stopped(*cluster.daemon_pids("apiserver")), backend, 2)
+    closed = close_while(lambda: cluster.stopped("apiserver"), backend, 2)
     assert closed.seconds < 10 and closed.exit_seconds < 5, closed
     (left,) = tmp_path.glob("clusterenv-*")
     assert f"2 pods of run {left.name} in namespace default" in closed.told, closed.told
