@@ -111,7 +111,8 @@ class Namespaces(Remote):
 
 
 def pods(cluster: Any, nodes: int = 2, **kwargs: Any) -> ce.Kubernetes:
-    """A backend over the pods of a `KubeCluster`: they see this interpreter and these files."""
+    """A backend over the pods of a `KubeCluster`: they see this interpreter and these files, which may be root's."""
+    import os
     import sys
 
     settings: dict[str, Any] = {
@@ -125,6 +126,7 @@ def pods(cluster: Any, nodes: int = 2, **kwargs: Any) -> ce.Kubernetes:
             "volumes": cluster.volumes,
             "container": {"volumeMounts": cluster.volume_mounts, "imagePullPolicy": "Never"},
         },
+        "run_as_user": os.getuid(),
         "oversubscribe": True,
     }
     return ce.Kubernetes(nodes=nodes, **{**settings, **kwargs})

@@ -16,7 +16,7 @@ import fake_slurm
 from clusterenv.backends.kubernetes import _Pods
 from clusterenv.backends.kubernetes_api import Api
 from clusterenv.backends.network import Plan
-from clusterenv.backends.slurm import SlurmJobs
+from clusterenv.backends.slurm_jobs import SlurmJobs
 from clusterenv.cli import main
 
 ID = "CartPole-v1"
@@ -89,7 +89,7 @@ def plan(tmp_path):
 
 def test_an_sbatch_that_hangs_when_the_run_is_closed(slurm, plan, monkeypatch):
     """It is killed, and its job may come all the same: that is cancelled by name, and not trusted to be gone."""
-    monkeypatch.setattr("clusterenv.backends.slurm._LAST_COMMAND_S", 0.1)
+    monkeypatch.setattr("clusterenv.backends.slurm_jobs._LAST_COMMAND_S", 0.1)
     jobs = SlurmJobs(ce.Slurm(nodes=1), plan)
     (slurm / "hang-sbatch").touch()
     plan.closing.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import http.server
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -34,7 +36,7 @@ in_pods = pytest.mark.kubernetes
 
 
 def make(n=4, nodes=2, **kwargs):
-    backend = pods(real.running["kubernetes"], nodes, **{"heartbeat": FAST, **kwargs})
+    backend = pods(real.running["kubernetes"], nodes, **{"heartbeat": FAST, "run_as_user": 1000, **kwargs})
     return ce.ClusterEnv(ID, n, backend=backend, recovery=RECOVERY)
 
 
@@ -150,6 +152,58 @@ def test_script_on_the_command_line(capsys):
 def test_no_kubeconfig(tmp_path):
     with pytest.raises(ce.StartError, match="no usable kubeconfig"):
         ce.ClusterEnv(ID, 2, backend=ce.Kubernetes(nodes=1, image="x", kubeconfig=str(tmp_path / "none")))
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Takes one token, and has no pods."""
+
+    token = "old"
+
+    def do_GET(self):
+        is_known = self.headers["Authorization"] == f"Bearer {self.token}"
+        answer = {"kind": "PodList", "items": []} if is_known else {"kind": "Status", "message": "Unauthorized"}
+        body = json.dumps(answer).encode()
+        self.send_response(200 if is_known else 401)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_credentials_that_have_expired(tmp_path, monkeypatch):
+    """They are told as such, and read again: renewing them in the kubeconfig is enough."""
+    path = tmp_path / "kubeconfig"
+
+    def renew(token):
+        path.write_text(
+            json.dumps(
+                {
+                    "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
+                    "users": [{"name": "u", "user": {"token": token}}],
+                    "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+                    "current-context": "x",
+                }
+            )
+        )
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            renew("old")
+            api = kubernetes_api.Api(str(path))
+            assert api.ask("list_namespaced_pod", "default").items == []
+            monkeypatch.setattr(Server, "token", "new")
+            with pytest.raises(ce.StartError, match=r"Kubernetes says: Unauthorized \(401: .* renew them"):
+                api.ask("list_namespaced_pod", "default")
+            renew("new")
+            assert api.ask("list_namespaced_pod", "default").items == []
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 # -- what the cluster answers -------------------------------------------------------------------------------------
@@ -403,7 +457,7 @@ def tell_rights():
 
 @in_pods
 def test_pods_run_without_privileges():
-    backend = pods(real.running["kubernetes"], 1, heartbeat=FAST)
+    backend = pods(real.running["kubernetes"], 1, heartbeat=FAST, run_as_user=1000)
     with ce.ClusterEnv(tell_rights, 1, backend=backend) as envs:
         envs.reset(seed=1)
         ((user, rights),) = envs.call("rights")

@@ -98,9 +98,9 @@ def _collect(backend: str, facts: Mapping[str, Any], say: Callable[[str], None])
     """Raises where something may be left."""
     deadline = time.monotonic() + _COLLECT_S
     if backend == "slurm":
-        from clusterenv.backends import slurm
+        from clusterenv.backends import slurm_jobs
 
-        say(slurm.collect(facts, deadline))
+        say(slurm_jobs.collect(facts, deadline))
     elif backend == "kubernetes":
         from clusterenv.backends import kubernetes_api
 

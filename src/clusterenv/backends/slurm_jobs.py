@@ -1,0 +1,278 @@
+"""Node agents on SLURM, as jobs in its queue (`SlurmJobs`) or as steps of the script's own allocation (`SlurmSteps`).
+
+Runs `sbatch`, `squeue`, `scancel` and `srun`. All jobs of a run have one name, by which they are found and cancelled,
+also by `clusterenv gc` (`collect`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterenv.backends.programs import NoAnswer, ask
+from clusterenv.backends.slurm import job_script, script_body, srun_command
+from clusterenv.errors import StartError
+
+if TYPE_CHECKING:
+    from clusterenv.backends.network import Plan
+    from clusterenv.backends.slurm import Slurm
+
+__all__ = ["SlurmJobs", "SlurmSteps", "collect", "hosts_of_allocation"]
+
+_OVER = {
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
+}
+_HOPELESS = {
+    "BadConstraints",
+    "InvalidAccount",
+    "InvalidQOS",
+    "PartitionConfig",
+    "PartitionNodeLimit",
+    "PartitionTimeLimit",
+}
+"""A job that waits for such a reason would wait for ever."""
+
+_ASK_S = 2.0
+"""How often SLURM is asked: its controller serves everybody."""
+
+_COMMAND_S = 30.0
+_LAST_COMMAND_S = 3.0
+"""What `sbatch` or `scancel` still gets where it is under way when the run is closed."""
+
+_STEP_S = 2.0
+"""What an `srun` gets to end its step, before it is killed."""
+
+
+class SlurmJobs:
+    """`Jobs` in a queue."""
+
+    def __init__(self, slurm: Slurm, plan: Plan) -> None:
+        self._slurm, self._plan = slurm, plan
+        self._name = f"clusterenv-{plan.run}"
+        self._logs = _logs(plan)
+        self._job = [""] * len(plan.files)  # the last one of each node
+        self._all: list[str] = []
+        self._is_sure = True  # that `_all` are all; not after an `sbatch` without an answer
+        self._states: dict[str, tuple[str, str]] = {}  # job → state, reason
+        self._seen: set[str] = set()
+        self._ask_at = 0.0
+        self._failure: StartError | None = None  # of the last question
+
+    @property
+    def note(self) -> dict[str, Any]:
+        return {"slurm": {"name": self._name, "conf": os.environ.get("SLURM_CONF")}}
+
+    def look(self) -> dict[int, str]:
+        if time.monotonic() >= self._ask_at:
+            self._failure = None
+            try:
+                self._ask()
+            except StartError as error:
+                self._failure = error
+            self._ask_at = time.monotonic() + _ASK_S
+        if self._failure is not None:  # also until it is asked again: what it said before is no answer
+            raise self._failure
+        over = {}
+        for node, job in enumerate(self._job):
+            if job in self._states:
+                state, reason = self._states[job]
+                if state in _OVER:
+                    over[node] = f"ended: SLURM job {job} is {self.state(node)}"
+                elif state == "PENDING" and reason in _HOPELESS:
+                    over[node] = f"will never run: SLURM job {job} is {self.state(node)}"
+            elif job in self._seen:
+                over[node] = f"ended: SLURM knows job {job} no more"
+        return over
+
+    def _ask(self) -> None:
+        command = ["squeue", "--noheader", "--states=all", f"--name={self._name}", "--format=%i|%T|%r"]
+        text = _run(command, closing=self._plan.closing)
+        lines = [line.strip().split("|", 2) for line in text.splitlines()]
+        self._states = {job: (state, reason) for job, state, reason in lines}
+        self._seen |= self._states.keys()
+
+    def has_job(self, node: int) -> bool:
+        return bool(self._job[node])
+
+    def start(self, node: int) -> None:
+        self._cancel(node)  # it may wait for what will never be
+        command = self._plan.command(node, self._slurm.python)
+        script = job_script(self._slurm, self._name, command, self._log(node), Path.cwd())
+        try:
+            answer = _run(["sbatch", "--parsable"], script, closing=self._plan.closing, patience_s=_LAST_COMMAND_S)
+        except NoAnswer:
+            self._is_sure = False
+            raise
+        job = answer.strip().split(";")[0]
+        if not job.isdecimal():
+            raise StartError(f"sbatch answered {job!r}, which is no job id")
+        self._job[node] = job
+        self._all.append(job)
+
+    def drop(self, node: int) -> None:
+        self._cancel(node)
+        self._job[node] = ""
+
+    def _cancel(self, node: int) -> None:
+        if self._job[node]:
+            command = ["scancel", "--quiet", self._job[node]]  # no error where it is over
+            _run(command, closing=self._plan.closing, patience_s=_LAST_COMMAND_S)
+
+    def state(self, node: int) -> str:
+        state, reason = self._states.get(self._job[node], ("", ""))
+        return f"{state} ({reason})" if reason not in ("", "None") else state
+
+    def _log(self, node: int) -> Path:
+        return self._logs / f"node-{node}.log"
+
+    def log_tail(self, node: int) -> str:
+        from clusterenv.backends.network import read_tail
+
+        state = self.state(node)
+        return f"SLURM job {self._job[node]}{': ' * bool(state)}{state}\n{read_tail(self._log(node))}"
+
+    def describe(self) -> str:
+        return f"{len(self._all)} SLURM jobs named {self._name} ({_listed(self._all)}); logs in {self._logs}"
+
+    def stop(self, deadline: float) -> None:
+        _cancel_named(self._name, deadline)
+        if not self._is_sure:
+            raise StartError("an sbatch did not answer: its job may still be submitted")
+
+
+class SlurmSteps:
+    """`Jobs` within an allocation: an `srun` per node, children of this process."""
+
+    def __init__(self, slurm: Slurm, plan: Plan, hosts: list[str]) -> None:
+        self._slurm, self._plan, self._hosts = slurm, plan, hosts
+        self._logs = _logs(plan)
+        self._steps: dict[int, subprocess.Popen[bytes]] = {}
+
+    @property
+    def note(self) -> dict[str, Any]:
+        return {}  # steps end with the lease of their nodes, or with the allocation
+
+    def look(self) -> dict[int, str]:
+        codes = {node: step.poll() for node, step in self._steps.items()}
+        return {node: f"ended: srun exited with {code}" for node, code in codes.items() if code is not None}
+
+    def has_job(self, node: int) -> bool:
+        return node in self._steps
+
+    def start(self, node: int) -> None:
+        script = self._plan.folder / f"node-{node}.sh"
+        script.write_text(
+            "\n".join(["#!/bin/bash", *script_body(self._slurm, self._plan.command(node, self._slurm.python))])
+        )
+        with (self._logs / f"node-{node}.log").open("ab") as log:
+            self._steps[node] = subprocess.Popen(
+                srun_command(self._slurm, self._hosts[node], script),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the terminal reaches the head alone, which then closes
+            )
+
+    def drop(self, node: int) -> None:
+        return None  # its step ends by itself
+
+    def state(self, node: int) -> str:
+        return f"on {self._hosts[node]}"
+
+    def log_tail(self, node: int) -> str:
+        from clusterenv.backends.network import read_tail
+
+        return read_tail(self._logs / f"node-{node}.log")
+
+    def describe(self) -> str:
+        return f"{len(self._steps)} steps on {_listed([self._hosts[i] for i in self._steps])}; logs in {self._logs}"
+
+    def stop(self, deadline: float) -> None:
+        """Nodes were told to leave. Steps that do not end are asked to, all at once, then killed."""
+        self._await_steps(deadline - 2 * _STEP_S)
+        for step in self._steps.values():
+            if step.poll() is None:
+                step.terminate()  # srun hands it on to its step
+        self._await_steps(deadline - _STEP_S)
+        stuck = [node for node, step in self._steps.items() if step.poll() is None]
+        for node in stuck:
+            self._steps[node].kill()
+        self._await_steps(deadline)
+        if stuck:
+            hosts = _listed([self._hosts[node] for node in stuck])
+            raise StartError(f"srun did not end its steps on {hosts}, and was killed")
+
+    def _await_steps(self, deadline: float) -> None:
+        for step in self._steps.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                step.wait(max(0.0, deadline - time.monotonic()))
+
+
+def collect(facts: Mapping[str, Any], deadline: float) -> str:
+    """Cancel the jobs that a run's note names, and say so. Raises where that fails."""
+    env = {} if facts["conf"] is None else {"SLURM_CONF": facts["conf"]}
+    _cancel_named(facts["name"], deadline, env)
+    return f"SLURM jobs named {facts['name']} are cancelled"
+
+
+def _cancel_named(name: str, deadline: float, env: Mapping[str, str] | None = None) -> None:
+    """Whatever state they are in; also those whose `sbatch` never answered."""
+    command = ["scancel", "--quiet", f"--name={name}"]
+    _run(command, env=env, timeout_s=max(0.1, deadline - time.monotonic()))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+
+
+def _logs(plan: Plan) -> Path:
+    folder = plan.folder.parent / "logs" / plan.run
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def hosts_of_allocation(slurm: Slurm) -> list[str]:
+    """The nodes that the script's own job has, less the one that the script is on unless that counts too."""
+    listed = os.environ.get("SLURM_JOB_NODELIST")
+    if not listed:
+        raise StartError('Slurm(mode="srun") runs within an allocation (salloc, sbatch): SLURM_JOB_NODELIST is not set')
+    hosts = _run(["scontrol", "show", "hostnames", listed]).split()
+    own = os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
+    if not slurm.on_head_node:
+        hosts = [host for host in hosts if host != own]
+    most = slurm.max_nodes or slurm.nodes
+    if len(hosts) < most:
+        what = "" if slurm.on_head_node else f" besides {own}, where this script runs (on_head_node=True counts it)"
+        raise StartError(f"Slurm(nodes={most}): the allocation has {len(hosts)} nodes{what}")
+    return hosts[:most]
+
+
+def _run(
+    command: list[str],
+    stdin: str = "",
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = _COMMAND_S,
+    closing: threading.Event | None = None,
+    patience_s: float = 0.0,
+) -> str:
+    # A head within a job must not hand that job's own settings on to those that it submits.
+    own = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not k.startswith(("SLURM_", "SBATCH_"))}
+    own.setdefault("PYTHONUNBUFFERED", "1")
+    return ask(command, stdin, env={**own, **(env or {})}, timeout_s=timeout_s, closing=closing, patience_s=patience_s)
