@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -102,6 +104,23 @@ def test_frames_survive_any_cut(cuts):
 def test_an_event_says_where():
     text = str(Event("worker_lost", "killed", (0, 1, 2, 5), phase="step", seed=3))
     assert text == "worker_lost: killed (slots 0-2, 5, phase step, seed 3)"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ce.EnvError("it exploded", slot=3, phase="step", remote_traceback="..."),
+        ce.WorkerLostError("gone", slots=(1, 2), rows=(np.zeros(2),)),
+        ce.PolicyError("odd", remote_traceback="..."),
+        ce.UsageError("not now"),
+        ce.KeyFileError("not yours"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_survive_a_process_pool(error):
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is type(error) and str(back) == str(error) and back.__dict__.keys() == error.__dict__.keys()
+    assert getattr(back, "slots", None) == getattr(error, "slots", None)
 
 
 # -- losses -----------------------------------------------------------------------------------------------------

@@ -29,6 +29,17 @@ __all__ = [
 class ClusterEnvError(Exception):
     """Root of everything that this package raises on purpose."""
 
+    def __reduce__(self) -> Any:
+        # Exceptions are unpickled by calling their class with `args`, which fails where it has keyword arguments too.
+        # A process pool whose task raises such a one breaks.
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(kind: type[ClusterEnvError], args: tuple[Any, ...], attributes: dict[str, Any]) -> ClusterEnvError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
+
 
 class SpecError(ClusterEnvError, ValueError):
     """An argument is of the wrong kind or value, or the environments do not fit together (a thunk, their spaces)."""
