@@ -103,7 +103,7 @@ class Keeper:
         try:
             now = time.monotonic()
             jobs.stop(self._deadline if now < self._deadline else now + _LATE_S)
-        except Exception as error:
+        except Exception as error:  # a scheduler's client may raise anything; `stop` reports it
             self._left = _told(error)
         finally:
             self._ended.set()
