@@ -32,7 +32,7 @@ from benchmarks.tables import (
     table_markdown,
 )
 from benchmarks.venvs import ROOT, Missing, interpreter, why
-from clusterenv.cpus import usable_cores
+from clusterenv.system.cpus import usable_cores
 
 SUBJECTS_FILE = Path("benchmarks") / "subjects.py"
 COLLECTORS_FILE = Path("benchmarks") / "collectors.py"

@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from clusterenv.cpus import usable_cores
+from clusterenv.system.cpus import usable_cores
 from experiments.arms import TABLES, Arm, Job
 from experiments.records import read
 from experiments.run import run_arm

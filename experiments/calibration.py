@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 import clusterenv as ce
-from clusterenv.policy import codec
-from clusterenv.policy.divergence import divergence
-from clusterenv.policy.drift import DriftTable
-from clusterenv.policy.exchange import Exchange
-from clusterenv.policy.families import family_for
-from clusterenv.policy.sync import Decision, Standing, decide
+from clusterenv.policy.acting.distributions import family_for
+from clusterenv.policy.sync.divergence import divergence
+from clusterenv.policy.sync.drift import DriftTable
+from clusterenv.policy.sync.exchange import Exchange
+from clusterenv.policy.sync.rules import Decision, Standing, decide
+from clusterenv.policy.weights import codec
 from clusterenv.testing import Virtual
 from experiments.ppo import PPO
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import clusterenv as ce
-from clusterenv.policy.divergence import divergence
-from clusterenv.policy.families import family_for
+from clusterenv.policy.acting.distributions import family_for
+from clusterenv.policy.sync.divergence import divergence
 
 __all__ = ["Learner", "follow", "mlp"]
 

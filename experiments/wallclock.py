@@ -22,6 +22,7 @@ from experiments.ppo import PPO
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from clusters import Namespaces  # type: ignore[import-not-found]
+
 from netns import Network  # type: ignore[import-not-found]
 
 NODES, NUM_ENVS = 2, 64

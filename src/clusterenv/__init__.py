@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from clusterenv._version import __version__
 from clusterenv.backends import Kubernetes, Local, Manual, Ray, Slurm
-from clusterenv.batch import Rollout
 from clusterenv.collector import Collector
 from clusterenv.env import ClusterEnv
 from clusterenv.errors import (
@@ -26,13 +25,14 @@ from clusterenv.errors import (
 )
 from clusterenv.events import Event
 from clusterenv.making import make_vec
-from clusterenv.policy.numpy import NumpyPolicy, RandomPolicy
-from clusterenv.policy.sync import APS, Always, Every, Never
+from clusterenv.policy.acting.numpy import NumpyPolicy, RandomPolicy
+from clusterenv.policy.sync.rules import APS, Always, Every, Never
 from clusterenv.recovery import Recovery
+from clusterenv.rollout import Rollout
 from clusterenv.spec import Vector
 
 if TYPE_CHECKING:  # torch is imported by those who use it: __getattr__ below
-    from clusterenv.policy.torch import TorchPolicy
+    from clusterenv.policy.acting.torch import TorchPolicy
 
 __all__ = [
     "ClusterEnv",
@@ -76,7 +76,7 @@ if not TYPE_CHECKING:  # or a type checker would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
         if name == "TorchPolicy":
-            from clusterenv.policy.torch import TorchPolicy
+            from clusterenv.policy.acting.torch import TorchPolicy
 
             return TorchPolicy
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])

@@ -12,7 +12,7 @@ from gymnasium import Space, spaces
 from gymnasium.vector.utils import batch_space, iterate
 
 from clusterenv.errors import ActionError
-from clusterenv.pool.layout import Leaf, flatten, leaves_of
+from clusterenv.memory.rows import Leaf, flatten, leaves_of
 
 __all__ = ["ActionReader"]
 

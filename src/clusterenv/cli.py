@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def collect_garbage(args: argparse.Namespace) -> int:
-    from clusterenv.backends.leftovers import places, remove, remove_pods
+    from clusterenv.backends.gc import places, remove, remove_pods
 
     removed = [remove(args.folder or places(), args.dry_run, print, args.run, args.owner_squashed)]
     if args.kubernetes:
@@ -94,7 +94,7 @@ def end_with_parent() -> None:
 
 def run_node(args: argparse.Namespace) -> int:
     from clusterenv.errors import KeyFileError
-    from clusterenv.node import NEVER, Agent
+    from clusterenv.node.agent import NEVER, Agent
     from clusterenv.transport.keys import await_joining, read_joining_from
 
     try:
@@ -121,7 +121,7 @@ def print_script(backend: str, options: list[str]) -> int:
 
 
 def _slurm_script(options: list[str]) -> str:
-    from clusterenv.backends.network import agent_command
+    from clusterenv.backends.cluster import agent_command
     from clusterenv.backends.slurm import Slurm, job_script
 
     slurm = _made(Slurm, options)

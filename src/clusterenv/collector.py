@@ -17,27 +17,27 @@ import numpy as np
 from gymnasium import Space
 
 from clusterenv.arguments import expect, fits, refused
-from clusterenv.assembly import Part, put_together, size_of
-from clusterenv.batch import Evaluation, Receipt, Rollout, map_arrays
-from clusterenv.code import carry, dumps, why
+from clusterenv.code.missing import carry, dumps, why
+from clusterenv.driver import Pool
+from clusterenv.engine.assembly import Part, put_together, size_of
+from clusterenv.engine.fragments import Attached
+from clusterenv.engine.stats import Tally
+from clusterenv.engine.streaming import FragmentStream, Item
 from clusterenv.errors import PolicyError, UsageError
 from clusterenv.events import Event, emit
+from clusterenv.memory.fragments import Side
 from clusterenv.policy import as_policy
-from clusterenv.policy.codec import encode
-from clusterenv.policy.drift import sample_every
-from clusterenv.policy.exchange import Exchange
-from clusterenv.policy.families import Uniform
-from clusterenv.policy.named import named
-from clusterenv.policy.packing import Codec
-from clusterenv.policy.publisher import REPLAY
-from clusterenv.policy.sync import APS, Always, Rule
-from clusterenv.pool import Pool
-from clusterenv.pool.arena import Side
-from clusterenv.pool.collecting import Attached
-from clusterenv.pool.key_watch import KeyWatch
-from clusterenv.pool.messages import FragmentResult
-from clusterenv.pool.streaming import FragmentStream, Item
-from clusterenv.tally import Tally
+from clusterenv.policy.acting.distributions import Uniform
+from clusterenv.policy.acting.named import named
+from clusterenv.policy.sync.drift import sample_every
+from clusterenv.policy.sync.exchange import Exchange
+from clusterenv.policy.sync.publisher import REPLAY
+from clusterenv.policy.sync.rules import APS, Always, Rule
+from clusterenv.policy.weights.codec import encode
+from clusterenv.policy.weights.packing import Codec
+from clusterenv.rollout import Evaluation, Receipt, Rollout, map_arrays
+from clusterenv.wire.requests import FragmentResult
+from clusterenv.worker.key_watch import KeyWatch
 
 __all__ = ["Collector", "Home"]
 

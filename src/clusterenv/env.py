@@ -20,18 +20,18 @@ from gymnasium.vector.utils import batch_space
 from clusterenv.actions import ActionReader
 from clusterenv.arguments import closest, expect, refused
 from clusterenv.backends import Local
-from clusterenv.backends.base import Backend, check_backend
+from clusterenv.backends.contract import Backend, check_backend
 from clusterenv.collector import Collector
+from clusterenv.driver import Pool, Rows
 from clusterenv.errors import ClosedError, PolicyError, SpecError, UsageError, WorkerLostError
 from clusterenv.events import Event, EventLog
 from clusterenv.phases import Phase, refusal
 from clusterenv.policy import is_agent
-from clusterenv.policy.packing import Codec
-from clusterenv.policy.sync import Rule
-from clusterenv.pool.messages import Acted
-from clusterenv.pool.pool import Pool, Rows
+from clusterenv.policy.sync.rules import Rule
+from clusterenv.policy.weights.packing import Codec
 from clusterenv.recovery import Recovery
 from clusterenv.spec import blueprint
+from clusterenv.wire.requests import Acted
 
 __all__ = ["ClusterEnv"]
 

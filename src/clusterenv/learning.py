@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clusterenv.batch import Rollout, map_arrays
 from clusterenv.errors import SpecError
+from clusterenv.rollout import Rollout, map_arrays
 
 __all__ = ["Advantages", "behaviour_weights", "effective_sample_size", "gae", "vtrace"]
 

@@ -18,9 +18,10 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, load_env_creator, parse_env_id
 from gymnasium.vector import VectorEnv
 
-from clusterenv import registry, sources
 from clusterenv.arguments import expect, refused
-from clusterenv.code import dumps, dumps_with_words, why
+from clusterenv.code import packages as sources
+from clusterenv.code import registry
+from clusterenv.code.missing import dumps, dumps_with_words, why
 from clusterenv.errors import SpecError
 
 __all__ = [

@@ -15,17 +15,18 @@ from typing import Any
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.backends.local import split
+from clusterenv.driver import Pool
 from clusterenv.errors import SpecError
 from clusterenv.events import EventLog
-from clusterenv.head.crew import inputs_of, tell_of
-from clusterenv.pool import Pool
-from clusterenv.pool.inline import InlineCrew
-from clusterenv.pool.layout import Buffers, Layout
-from clusterenv.pool.messages import Close, LoadWeights, Reply, RunFragment, encode
-from clusterenv.protocol.frames import CHUNK, to_wire
-from clusterenv.protocol.messages import Chunk, Offer
+from clusterenv.executors.inline import InlineCrew
+from clusterenv.executors.remote import inputs_of, tell_of
+from clusterenv.memory.rows import Buffers, Layout
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
+from clusterenv.wire.channel import encode
+from clusterenv.wire.frames import CHUNK, to_wire
+from clusterenv.wire.messages import Chunk, Offer
+from clusterenv.wire.requests import Close, LoadWeights, Reply, RunFragment
 
 __all__ = ["Virtual"]
 

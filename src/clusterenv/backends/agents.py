@@ -7,8 +7,8 @@ import subprocess
 import time
 from typing import Any
 
-from clusterenv.backends.network import Plan, read_tail
-from clusterenv.pool.ends import how_it_ended
+from clusterenv.backends.cluster import Plan, read_tail
+from clusterenv.system.exits import how_it_ended
 
 __all__ = ["AgentProcesses"]
 

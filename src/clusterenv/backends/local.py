@@ -10,17 +10,17 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.arguments import check_fields, expect
 from clusterenv.backends.remote import Remote
-from clusterenv.cpus import cpu_limit, usable_cores
+from clusterenv.driver import Pool
 from clusterenv.errors import SpecError
 from clusterenv.events import EventLog, emit
-from clusterenv.pool import Pool
-from clusterenv.pool.inline import InlineCrew
-from clusterenv.pool.processes import ProcessCrew
+from clusterenv.executors.inline import InlineCrew
+from clusterenv.executors.processes import ProcessCrew
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
+from clusterenv.system.cpus import cpu_limit, usable_cores
 
 if TYPE_CHECKING:
-    from clusterenv.backends.network import Plan
+    from clusterenv.backends.cluster import Plan
 
 __all__ = ["Local"]
 

@@ -11,9 +11,9 @@ from clusterenv.events import instruct
 if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode
 
-    from clusterenv.backends.network import Plan
+    from clusterenv.backends.cluster import Plan
+    from clusterenv.driver import Pool
     from clusterenv.events import EventLog
-    from clusterenv.pool import Pool
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
 

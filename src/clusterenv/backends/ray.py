@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 from clusterenv.arguments import expect
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import StartError
-from clusterenv.pool.ends import how_it_ended
+from clusterenv.system.exits import how_it_ended
 
 if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode
 
-    from clusterenv.backends.network import Plan
+    from clusterenv.backends.cluster import Plan
+    from clusterenv.driver import Pool
     from clusterenv.events import EventLog
-    from clusterenv.pool import Pool
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
 

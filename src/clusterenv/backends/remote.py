@@ -14,9 +14,9 @@ from clusterenv.errors import SpecError
 if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode
 
-    from clusterenv.backends.network import Jobs, Plan
+    from clusterenv.backends.cluster import Jobs, Plan
+    from clusterenv.driver import Pool
     from clusterenv.events import EventLog
-    from clusterenv.pool import Pool
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
 
@@ -88,6 +88,6 @@ class Remote:
         recovery: Recovery,
         events: EventLog,
     ) -> Pool:
-        from clusterenv.backends import network
+        from clusterenv.backends import cluster as network
 
         return network.start(self, nodes, launch, blueprint, mode, recovery, events)

@@ -21,7 +21,7 @@ from clusterenv.backends.slurm import job_script, script_body, srun_command
 from clusterenv.errors import StartError
 
 if TYPE_CHECKING:
-    from clusterenv.backends.network import Plan
+    from clusterenv.backends.cluster import Plan
     from clusterenv.backends.slurm import Slurm
 
 __all__ = ["SlurmJobs", "SlurmSteps", "collect", "hosts_of_allocation"]
@@ -142,7 +142,7 @@ class SlurmJobs:
         return self._logs / f"node-{node}.log"
 
     def log_tail(self, node: int) -> str:
-        from clusterenv.backends.network import read_tail
+        from clusterenv.backends.cluster import read_tail
 
         state = self.state(node)
         return f"SLURM job {self._job[node]}{': ' * bool(state)}{state}\n{read_tail(self._log(node))}"
@@ -196,7 +196,7 @@ class SlurmSteps:
         return f"on {self._hosts[node]}"
 
     def log_tail(self, node: int) -> str:
-        from clusterenv.backends.network import read_tail
+        from clusterenv.backends.cluster import read_tail
 
         return read_tail(self._logs / f"node-{node}.log")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from clusterenv.arguments import shown
 from clusterenv.errors import PolicyError
-from clusterenv.policy.base import Policy
+from clusterenv.policy.acting.base import Policy
 
 __all__ = ["as_policy", "is_agent"]
 
@@ -18,7 +18,7 @@ def as_policy(agent: Any) -> Policy:
         return agent
     module = _module_of(agent)
     if module is not None:
-        from clusterenv.policy.torch import TorchPolicy
+        from clusterenv.policy.acting.torch import TorchPolicy
 
         return TorchPolicy(module)
     if isinstance(agent, type):

@@ -1,0 +1,171 @@
+"""`Keeper`: the one thread of a run that talks to its scheduler, so that nobody else waits for an answer.
+
+What the head wants of nodes is queued here; `over` tells it which nodes are known to have ended. How nodes are started,
+watched and ended is up to the backend (`Jobs`). Only this thread calls it, from the first start to the last `stop`:
+a scheduler that hangs delays nobody, and nothing can be started once `stop` was asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from clusterenv.errors import StartError
+from clusterenv.events import Event, EventLog, emit
+
+if TYPE_CHECKING:
+    from clusterenv.backends.cluster import Jobs
+
+__all__ = ["Keeper"]
+
+_LOOK_S = 0.5
+_AGAIN_S = 2.0
+"""How soon a start that failed is tried again."""
+
+_MARGIN_S = 0.5
+"""`stop` waits so much longer than `Jobs.stop` may take: for its error text rather than for nothing."""
+
+_LATE_S = 30.0
+"""How long `Jobs.stop` may take in the background, where an earlier call returned after the deadline only."""
+
+
+class Keeper:
+    def __init__(self, events: EventLog) -> None:
+        self.over: dict[int, str] = {}
+        """Nodes whose agent is known to be over, and why; not those that are let go. Replaced whole, never changed."""
+        self.closing = threading.Event()
+        """Set by `stop`. Backends may watch it, to give up a question that is under way."""
+        self._events = events
+        self._orders: deque[tuple[int, bool]] = deque()  # node, whether it is wanted
+        self._wanted: dict[int, float] = {}  # node → when to start it at the earliest
+        self._let_go: set[int] = set()
+        self._trouble = ""  # why the scheduler gave no answer, while it gives none
+        self._trouble_since = 0.0
+        self._thread: threading.Thread | None = None
+        self._begun, self._ended = threading.Event(), threading.Event()
+        self._failure: BaseException | None = None  # of the first starts
+        self._deadline = 0.0
+        self._left = ""
+
+    def keep(self, jobs: Jobs, nodes: int) -> None:
+        """Start so many nodes, and look after them from now on. Raises what the backend raises in the first starts."""
+        self._thread = threading.Thread(target=self._run, args=(jobs, nodes), name="clusterenv-keeper", daemon=True)
+        self._thread.start()
+        self._begun.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def want(self, node: int) -> None:
+        """Have this node started, for the first time or again, as soon as it has no job or its job is over.
+
+        One that is alive joins anew by itself: then there is nothing to do.
+        """
+        self._orders.append((node, True))
+
+    def let_go(self, node: int) -> None:
+        """This node is not wanted any more, and was told so."""
+        self._orders.append((node, False))
+
+    def stop(self, deadline: float) -> str:
+        """End all jobs by `deadline` (of the monotonic clock); returns why some may be left, or "".
+
+        A call to the scheduler that hangs is not waited for. When it returns after all, the thread still ends the jobs,
+        as long as this process lives. Idempotent.
+        """
+        if self._thread is None:
+            return ""
+        if not self.closing.is_set():
+            self._deadline = deadline
+            self.closing.set()
+        if not self._ended.wait(max(0.0, deadline - time.monotonic()) + _MARGIN_S):
+            return self._trouble or "the scheduler did not answer in time"
+        self._thread.join()
+        return self._left
+
+    # -- the thread -------------------------------------------------------------------------------------------
+
+    def _run(self, jobs: Jobs, nodes: int) -> None:
+        try:
+            for node in range(nodes):
+                if not self.closing.is_set():
+                    jobs.start(node)
+        except BaseException as error:
+            self._failure = error
+            self._begun.set()
+            self.closing.wait()  # whoever called `keep` cleans up
+        self._begun.set()
+        while not self.closing.wait(_LOOK_S):
+            self._attend(jobs)
+        try:
+            now = time.monotonic()
+            jobs.stop(self._deadline if now < self._deadline else now + _LATE_S)
+        except Exception as error:  # a scheduler's client may raise anything; `stop` reports it
+            self._left = _told(error)
+        finally:
+            self._ended.set()
+
+    def _attend(self, jobs: Jobs) -> None:
+        try:
+            self._obey(jobs)
+            self._look(jobs)
+        except Exception as error:  # a scheduler that is busy or restarting; its client may raise anything
+            self._in_trouble(_told(error))
+        else:
+            self._answered()
+
+    def _in_trouble(self, text: str) -> None:
+        if self.closing.is_set():
+            return  # `stop` tells what is left
+        if not self._trouble:
+            self._trouble_since = time.monotonic()
+        is_new = _without_numbers(text) != _without_numbers(self._trouble)
+        self._trouble = text
+        if is_new:
+            what = "the scheduler gives no answer, nodes that are lost meanwhile are not replaced"
+            self._events.add(Event("scheduler_lost", f"{what}: {text}"))
+
+    def _answered(self) -> None:
+        if self._trouble:
+            seconds = time.monotonic() - self._trouble_since
+            self._trouble = ""
+            self._events.add(Event("scheduler_back", f"the scheduler answers again, after {seconds:.0f} s"))
+
+    def _obey(self, jobs: Jobs) -> None:
+        while self._orders and not self.closing.is_set():
+            node, is_wanted = self._orders.popleft()
+            if is_wanted:
+                self._let_go.discard(node)
+                self._wanted.setdefault(node, 0.0)
+            else:
+                self._let_go.add(node)
+                self._wanted.pop(node, None)
+                jobs.drop(node)
+
+    def _look(self, jobs: Jobs) -> None:
+        over, now = jobs.look(), time.monotonic()
+        due = [n for n, at in self._wanted.items() if now >= at and (n in over or not jobs.has_job(n))]
+        # Before the first start: nobody may take a new agent, which joins at once, for the one that is over.
+        self.over = {node: why for node, why in over.items() if node not in due and node not in self._let_go}
+        for node in due:
+            if self.closing.is_set():
+                return
+            try:
+                jobs.start(node)
+            except Exception as error:  # a quota, rights taken away: tried again, and worth knowing
+                self._wanted[node] = time.monotonic() + _AGAIN_S
+                emit(logging.WARNING, f"node {node} could not be started: {_told(error)}")
+            else:
+                del self._wanted[node]
+
+
+def _told(error: BaseException) -> str:
+    return str(error) if isinstance(error, StartError) else f"{type(error).__name__}: {error}"
+
+
+def _without_numbers(text: str) -> str:
+    """Two texts that differ in an address, a port or a time are one state of affairs."""
+    return re.sub(r"0x[0-9a-f]+|\d+", "", text)

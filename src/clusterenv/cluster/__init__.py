@@ -1,0 +1,1 @@
+"""The head's side of the network."""

@@ -1,0 +1,408 @@
+"""The head's end of the network: one socket, and a thread that keeps answering while the learner computes.
+
+The caller's thread talks directly while it waits for something; when it has not come for a while, a thread of its own
+listens instead: nodes join, beat and pull weights, and what belongs to the caller is kept for it. What `Roster` decides
+is carried out here; what workers said is opened by `RemoteCrew`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import zmq
+
+from clusterenv.cluster.checks import mismatch
+from clusterenv.cluster.ending import Ending
+from clusterenv.cluster.roster import Admit, Dismiss, Instruction, Refuse, Replace, Roster, Seated, Unseated
+from clusterenv.cluster.weight_server import Offers, Weights
+from clusterenv.code.versions import FOR_PICKLES
+from clusterenv.errors import ProtocolError
+from clusterenv.events import Event, EventLog
+from clusterenv.transport.keys import KeyPair
+from clusterenv.transport.sockets import Arrived, HeadSocket, Link
+from clusterenv.wire.frames import FRAME_LIMIT, Reader, head_reader, to_wire
+from clusterenv.wire.messages import (
+    Beat,
+    Bye,
+    FromNode,
+    Hello,
+    Leave,
+    Pull,
+    Refused,
+    Welcome,
+)
+
+__all__ = ["Head", "Keeper", "Timing"]
+
+_MOST = 64
+"""Messages that are read before anything else is looked at."""
+
+_TICK_S = 0.02
+"""How often the roster is told that time passes."""
+
+_AWAY_S = 0.02
+"""The caller's thread has not come for so long: the other one listens."""
+
+
+class Timing(NamedTuple):
+    beat_s: float
+    dead_after_s: float
+    lease_s: float
+    move_after_s: float | None
+
+
+class Keeper(Protocol):
+    """Who has nodes started and let go. Nothing here may wait."""
+
+    over: dict[int, str]
+    """Nodes whose agent is known to be over, and why."""
+
+    def want(self, node: int) -> None: ...
+
+    def let_go(self, node: int) -> None: ...
+
+
+class _Peer:
+    """One node's connection."""
+
+    def __init__(self, route: bytes, link: Link) -> None:
+        self.route = route
+        self.link = link
+        self.reader: Reader[FromNode] = head_reader()
+        self.node = -1
+        self.was_told = False  # that its session is over
+
+
+class _Caller:
+    """The lock as the caller's thread takes it: the listening thread is told to let go."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.is_waiting = False
+        self.used_at = time.monotonic()
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __enter__(self) -> None:
+        self.used_at = time.monotonic()
+        if not self._lock.acquire(blocking=False):
+            self.is_waiting = True
+            try:
+                os.eventfd_write(self.wake, 1)
+                self._lock.acquire()
+            finally:
+                self.is_waiting = False
+
+    def __exit__(self, *_: object) -> None:
+        self.used_at = time.monotonic()
+        self._lock.release()
+
+
+class Head:
+    """
+    Args:
+        host, ports: where to listen: on the first of these ports that is free (0: on any).
+        node_keys: public keys of the nodes, in the order of their numbers.
+        cores: that a node must have.
+        invited: so many of the nodes take part at first.
+    """
+
+    def __init__(
+        self,
+        keys: KeyPair,
+        node_keys: list[str],
+        host: str,
+        ports: Sequence[int],
+        timing: Timing,
+        events: EventLog,
+        keeper: Keeper,
+        cores: int = 1,
+        sends_pickle: bool = True,
+        invited: int | None = None,
+    ) -> None:
+        self._socket = HeadSocket(host, ports, keys, frame_limit=FRAME_LIMIT, dead_after_s=timing.dead_after_s)
+        self.address = self._socket.address
+        self._node_of = {key: number for number, key in enumerate(node_keys)}
+        for key in node_keys:
+            self._socket.allow(key)
+        self.timing = timing
+        self._ending = Ending()
+        self._cores = cores  # that a node must have
+        self._sends_pickle = sends_pickle
+        self._packages = set(FOR_PICKLES if sends_pickle else ())
+        self._hellos: dict[int, Hello] = {}  # of the nodes that are here
+        self._events = events
+        self._keeper = keeper
+        self.roster = Roster(len(node_keys), timing.dead_after_s, timing.move_after_s, invited)
+        self._peers: dict[bytes, _Peer] = {}  # by route
+        self._active: dict[int, _Peer] = {}  # by node
+        self.inbox: deque[tuple[int, Any, list[Any]]] = deque()  # (seat, message, frames)
+        self.seat_events: deque[Seated | Unseated] = deque()
+        self.progress: dict[int, tuple[int, int, int, int]] = {}  # worker → pid, slot, phase, step
+        self._offers = Offers(len(node_keys))
+        self.leaving: frozenset[int] = frozenset()
+        """Seats that are to change hands; the crew says when (`release`)."""
+        self.refusals: dict[int, str] = {}
+        self.message_limit = 16 << 20
+        self.bytes_sent = [0] * len(node_keys)
+        self.bytes_received = [0] * len(node_keys)
+        self.frames_sent = [0] * len(node_keys)
+        self.frames_received = [0] * len(node_keys)
+        self.dropped = 0
+        """Messages of sessions that are over, or that the protocol does not know."""
+        # Reentrant: Ctrl-C may strike between taking it and the body of the `with`, and close() must still get in.
+        self._lock = threading.RLock()
+        self._mine = _Caller(self._lock)
+        self._next_tick = 0.0
+        self._listening_since = time.monotonic()
+        self._listened_at = time.monotonic()
+        self._poller = zmq.Poller()
+        self._socket.poll_on(self._poller)
+        self._poller.register(self._mine.wake, zmq.POLLIN)
+        self._quit = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="clusterenv-head", daemon=True)
+        self._thread.start()
+
+    # -- the caller's thread ----------------------------------------------------------------------------------
+
+    def send(self, seat: int, message: Any, payload: Sequence[Any] = ()) -> bool:
+        """To whoever has this seat; False where nobody has."""
+        with self._mine:
+            node = self.roster.holder(seat)
+            return node is not None and self._send(node, message, payload)
+
+    def offer(self, weights: Weights, keep: set[int]) -> None:
+        """These weights may be pulled by their seat, and those with the numbers `keep`; no others."""
+        with self._mine:
+            self._offers.put(weights, keep, time.monotonic())
+            self.send(weights.offer.seat, weights.offer)
+
+    def scale(self, nodes: int) -> None:
+        with self._mine:
+            self._do(self.roster.scale(nodes, time.monotonic()))
+            self.leaving = self.roster.leaving
+
+    def release(self, seat: int) -> None:
+        """This seat may change hands now."""
+        with self._mine:
+            self._do(self.roster.release(seat))
+
+    def share_out(self) -> None:
+        """Begin with the nodes that are here: they take the others' seats until those come."""
+        with self._mine:
+            self._do(self.roster.share_out(time.monotonic()))
+
+    def need_packages(self, names: Sequence[str]) -> str | None:
+        """From now on nodes need these, in versions that fit; returns who of those that are here does not fit, and why.
+
+        A node that joins later and does not fit is refused.
+        """
+        with self._mine:
+            self._packages.update(names)
+            for node in sorted(self._active):
+                wrong = mismatch(self._hellos[node], self._cores, self._sends_pickle, names)
+                if wrong is not None:
+                    return f"node {node} ({self._hellos[node].host}): {wrong}"
+        return None
+
+    def pump(self, timeout_s: float) -> None:
+        """Wait until something has come, at most so long, and sort it."""
+        with self._mine:
+            if self.inbox or self.seat_events:
+                timeout_s = 0.0
+            self._turn(timeout_s)
+
+    # -- the other thread -------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        while not self._quit.is_set():
+            if self._mine.is_waiting or time.monotonic() - self._mine.used_at < _AWAY_S:
+                self._quit.wait(_AWAY_S)
+            elif self._lock.acquire(timeout=0.25):
+                try:
+                    self._turn(0.25)
+                finally:
+                    self._lock.release()
+
+    # -- both, one at a time ----------------------------------------------------------------------------------
+
+    def _turn(self, timeout_s: float) -> None:
+        ready = dict(self._poller.poll(int(timeout_s * 1000)))
+        if self._mine.wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._mine.wake)
+        # Silence is counted up to here: what comes while this thread is held up below is read before the next tick.
+        began = now = time.monotonic()
+        if now - self._listened_at > max(1.0, timeout_s + 0.5):  # the head itself stood still
+            self._listening_since = now
+        while True:
+            arrived = self._socket.receive(ready, _MOST)
+            for message in arrived:
+                self._hear(message, now)
+            self._listened_at = now = time.monotonic()
+            if len(arrived) < _MOST:
+                break
+        for link in self._socket.gone(ready):
+            self._link_gone(link)
+        if now >= self._next_tick:
+            self._next_tick = now + _TICK_S
+            for node, reason in self._keeper.over.items():
+                # An agent in a container may outlive its job; it must not come back in place of the next one.
+                self._send(node, Leave(-1, f"its job is over: {reason}"))
+                self._do(self.roster.gone(node, reason, now))
+            self._do(self.roster.tick(began, self._listening_since))
+
+    def _hear(self, arrived: Arrived, now: float) -> None:
+        node = self._node_of.get(arrived.key)
+        if node is None:
+            return
+        peer = self._peers.get(arrived.route)
+        if peer is None:
+            peer = self._peers[arrived.route] = _Peer(arrived.route, arrived.link)
+        peer.node = node
+        peer.reader.limit = self.message_limit
+        self.bytes_received[node] += sum(map(len, arrived.frames))
+        self.frames_received[node] += len(arrived.frames)
+        try:
+            said = peer.reader.read(arrived.frames)
+        except ProtocolError as error:
+            self.dropped += 1
+            if self._active.get(node) is peer:
+                self._do(self.roster.gone(node, f"it broke the protocol: {error}", now))
+                self._say(peer, 0, Refused(str(error), True))
+            return
+        if said is None:
+            self.roster.heard(node, self.roster.session(node), now)
+            return
+        session, message, frames = said
+        if isinstance(message, Hello):
+            self._hello(peer, message, now)
+        elif self._active.get(node) is not peer or not self.roster.heard(node, session, now):
+            self.dropped += 1
+            if not peer.was_told:
+                peer.was_told = True
+                self._say(peer, 0, Refused("its session is over", False))
+        elif isinstance(message, Beat):
+            for worker, *where in message.progress:
+                self.progress[worker] = (where[0], where[1], where[2], where[3])
+        elif isinstance(message, Bye):
+            self._do(self.roster.gone(node, message.reason, now))
+        elif self.roster.holder(message.seat) != node:
+            self.dropped += 1
+        elif isinstance(message, Pull):
+            self._give(message, node)
+        else:
+            self.inbox.append((message.seat, message, frames))
+
+    def _hello(self, peer: _Peer, hello: Hello, now: float) -> None:
+        before = self._active.get(peer.node)
+        wrong = mismatch(hello, self._cores, self._sends_pickle, self._packages)
+        done = self.roster.hello(peer.node, hello.instance, wrong, now)
+        if any(isinstance(item, Admit) for item in done):
+            self._active[peer.node] = peer
+            self._hellos[peer.node] = hello
+            where = f"{hello.host} (process {hello.pid}, {hello.cores} cores)"
+            kind = "node_joined" if before is None else "node_back"
+            self._events.add(Event(kind, f"node {peer.node} is here: {where}"), level=logging.INFO)
+        for item in done:
+            if isinstance(item, Refuse):
+                self.refusals[item.node] = item.reason
+                if item.final:
+                    self._events.add(Event("node_refused", f"node {item.node} was refused: {item.reason}"))
+                self._say(peer, 0, Refused(item.reason, item.final))
+        self._do([item for item in done if not isinstance(item, Refuse)])
+
+    def _link_gone(self, link: Link) -> None:
+        for route, peer in list(self._peers.items()):
+            if peer.link == link:
+                del self._peers[route]
+                if self._active.get(peer.node) is peer:
+                    self._do(self.roster.gone(peer.node, "its connection ended", time.monotonic()))
+
+    def node_gone(self, node: int, reason: str) -> None:
+        """What it said cannot be: it is not listened to any more."""
+        with self._mine:
+            if node in self._active:
+                self._do(self.roster.gone(node, reason, time.monotonic()))
+
+    def _do(self, instructions: Sequence[Instruction]) -> None:
+        if instructions:
+            self.leaving = self.roster.leaving
+        for item in instructions:
+            if isinstance(item, Admit):
+                self._send(item.node, Welcome(item.session, self.timing.beat_s, self.timing.lease_s))
+            elif isinstance(item, Unseated):
+                if item.is_there:
+                    self._send(item.node, Leave(item.seat))
+                self._offers.forget(item.seat)
+                self.seat_events.append(item)
+            elif isinstance(item, Seated):
+                self.seat_events.append(item)
+            elif isinstance(item, Dismiss):
+                self._send(item.node, Leave(-1, "the run needs fewer nodes"))
+                if self._active.pop(item.node, None) is not None:
+                    self._events.add(Event("node_left", f"node {item.node}: scaled down"), level=logging.INFO)
+                self._keeper.let_go(item.node)
+            elif isinstance(item, Replace):
+                self._active.pop(item.node, None)
+                level = logging.INFO if item.event == "node_invited" else logging.WARNING
+                self._events.add(Event(item.event, f"node {item.node}: {item.reason}"), level=level)
+                self._keeper.want(item.node)
+
+    def _send(self, node: int, message: Any, payload: Sequence[Any] = ()) -> bool:
+        peer = self._active.get(node)
+        return peer is not None and self._say(peer, self.roster.session(node), message, payload)
+
+    def _say(self, peer: _Peer, session: int, message: Any, payload: Sequence[Any] = ()) -> bool:
+        for frames in to_wire(session, message, payload):
+            self.bytes_sent[peer.node] += sum(map(len, frames))
+            self.frames_sent[peer.node] += len(frames)
+            if not self._socket.send(peer.route, frames):
+                return False
+        return True
+
+    def _give(self, pull: Pull, node: int) -> None:
+        answer = self._offers.answer(pull, time.monotonic())
+        if answer is None:
+            self.dropped += 1
+            return
+        for message, payload in answer:
+            self._send(node, message, payload)
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes of frames: encryption adds 42 to each at most, and Ethernet, IP and TCP 66 to each packet."""
+        return {
+            "sent_bytes": list(self.bytes_sent),
+            "received_bytes": list(self.bytes_received),
+            "sent_frames": list(self.frames_sent),
+            "received_frames": list(self.frames_received),
+            "pull_s": list(self._offers.pull_s),
+            "refused_keys": self._socket.refused,
+            "dropped_messages": self.dropped,
+            "missing_nodes": self.roster.missing,
+        }
+
+    def close(self) -> None:
+        """Tell everybody that the run is over. Idempotent."""
+        if self._quit.is_set():
+            return
+        error = self._ending.error()
+        self._quit.set()
+        os.eventfd_write(self._mine.wake, 1)
+        self._thread.join()
+        for node in list(self._active):
+            self._send(node, Leave(-1, f"the run failed: {error}" if error else "the run is over", bool(error)))
+        deadline = time.monotonic() + 1.0
+        while self._active and time.monotonic() < deadline:  # what was said must be out before the socket closes
+            self._poller.poll(50)
+            self._socket.receive()
+            links = set(self._socket.gone())
+            self._active = {node: peer for node, peer in self._active.items() if peer.link not in links}
+        self._socket.close()
+        os.close(self._mine.wake)

@@ -1,0 +1,1 @@
+"""The user's code: how it is named, found, packed and sent."""

@@ -1,0 +1,103 @@
+"""The user's code on its way to other processes and machines: pickled, with the source files that these may lack.
+
+`cloudpickle` sends what it finds in an importable module by name, and what belongs to the script itself by value.
+Whether a machine can import the module is the business of `sources`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import sys
+from collections.abc import Collection
+from typing import Any
+
+import cloudpickle
+
+from clusterenv.code import packages as sources
+
+__all__ = ["carry", "dumps", "dumps_with_words", "missing_package", "why"]
+
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+
+
+def dumps(value: Any) -> bytes:
+    return bytes(cloudpickle.dumps(value))
+
+
+def dumps_with_words(value: Any) -> tuple[bytes, set[str]]:
+    """Pickle, and collect every string on the way: names of modules, of what functions import, of entry points."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    return file.getvalue(), pickler.words
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.words: set[str] = set()
+
+    def persistent_id(self, obj: Any) -> None:
+        """Called with everything that is pickled; None: as usual."""
+        if type(obj) is str:
+            self.words.add(obj)
+
+
+def carry(value: Any, known: Collection[str]) -> bytes:
+    """Pickle for any machine, with the files of the user's own packages; those `known` were compared before."""
+    data, words = dumps_with_words(value)
+    packages = [package for package in sources.collect(words, known) if not package.unsendable]
+    if not packages:
+        return data
+    wanted = [package.wanted for package in packages]
+    return pickle.dumps(_Carried(wanted, {package.wanted.name: sources.pack([package]) for package in packages}, data))
+
+
+class _Carried:
+    """Unpickles as what it carries, after the process has got the modules that it lacks."""
+
+    def __init__(self, wanted: list[sources.Wanted], archives: dict[str, bytes], data: bytes) -> None:
+        self._parts = wanted, archives, data
+
+    def __reduce__(self) -> Any:
+        return _unpack, self._parts
+
+
+def _unpack(wanted: list[sources.Wanted], archives: dict[str, bytes], data: bytes) -> Any:
+    # What this process has imported already it goes on with, as ever.
+    comparison = sources.compare([package for package in wanted if package.name not in sys.modules])
+    for name in comparison.lacking:
+        sources.install({}, archives[name])
+    if comparison.folders:
+        sources.install(comparison.folders, b"")
+    return pickle.loads(data)
+
+
+def why(error: BaseException) -> str:
+    """Return the reason why something could not be pickled."""
+    if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
+        return "it refers to objects that are nested too deeply for pickle"
+    return f"{error}" or repr(error)
+
+
+def missing_package(text: str, where: str) -> str:
+    """Return what to do about a remote traceback that ends with a module that is missing there; else nothing."""
+    found = _MISSING.search(text)
+    if found is None:
+        return ""
+    module, package = found[1], sources.top_level(found[1])
+    if module != package:
+        return f"{package!r} on {where} has no module {module!r}: install the same version there as here"
+    own = sources.find_own(package)
+    if own is None:
+        here = ", as it is installed here" if sources.is_importable(package) else ". It cannot be imported here, either"
+        return f"package {package!r} is missing on {where}: install it there{here}"
+    advice = f"module {package!r} is missing on {where}; here it is in {own.wanted.folder}"
+    if own.unsendable:
+        return f"{advice}. It was not sent because {own.unsendable}: put that folder on the nodes' PYTHONPATH"
+    return (
+        f"{advice}. It was not sent because no code that was sent imports it by name (or because of "
+        "allow_pickle=False): import it at the top of the script, or put that folder on the nodes' PYTHONPATH"
+    )

@@ -1,0 +1,97 @@
+"""Gymnasium's registry of this process, for processes that make environments by id.
+
+A worker has imported Gymnasium, but nothing that the script registered by itself or by importing a package. What is
+registered here is sent along with the environments' code (`pack`), and put into the registry there (`install`).
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec, registry
+
+from clusterenv.code.missing import why
+from clusterenv.errors import SpecError
+
+__all__ = ["Registered", "install", "pack"]
+
+_ATOMS = (str, int, float, bool, bytes, type(None))
+
+
+class Registered(NamedTuple):
+    plain: bytes
+    """A pickled list of the specs that hold nothing but plain data: nearly all, and they cannot fail to arrive. Those
+    of Gymnasium itself make it large, so it is compressed."""
+    others: dict[str, bytes | str]
+    """Each pickled by itself, by id: one that fails must not take the others along. Text: why it could not be."""
+
+
+def pack(dumps: Callable[[Any], bytes]) -> Registered:
+    """Pack all that is registered in this process."""
+    plain, others = [], dict[str, bytes | str]()
+    for name, spec in list(registry.items()):
+        if _is_plain(spec):
+            plain.append(spec)
+        else:
+            try:
+                others[name] = dumps(spec)
+            except Exception as error:  # pickling runs user code (__reduce__), which may raise anything
+                others[name] = why(error)
+    return Registered(zlib.compress(dumps(plain)), others)
+
+
+def install(registered: Registered) -> None:
+    """Register here what is registered there; what could not travel says so when it is made."""
+    changed = False
+    for spec in pickle.loads(zlib.decompress(registered.plain)):
+        if registry.get(spec.id) != spec:
+            registry[spec.id] = spec
+            changed = True
+    for name, data in registered.others.items():
+        registry[name] = _load(name, data)
+        changed = True
+    if changed:
+        # A package that registers by being imported does so once more here, and Gymnasium would warn of each id.
+        warnings.filterwarnings("ignore", message=".*Overriding environment .* already in registry")
+
+
+def _load(name: str, data: bytes | str) -> EnvSpec:
+    if isinstance(data, str):
+        return EnvSpec(name, entry_point=_Missing(name, f"cannot be sent to a worker: {data}"))
+    try:
+        spec: EnvSpec = pickle.loads(data)
+    except Exception as error:  # user code that runs while it is unpickled
+        reason = f"could not be loaded in a worker: {type(error).__name__}: {error}"
+        return EnvSpec(name, entry_point=_Missing(name, reason))
+    return spec
+
+
+class _Missing:
+    """The entry point of an id whose own did not arrive."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self._name = name
+        self._reason = reason
+
+    def __call__(self, **kwargs: Any) -> gym.Env[Any, Any]:
+        raise SpecError(
+            f"{self._name!r} is registered in the script, but its entry point or arguments {self._reason}. "
+            "Register it with an entry point 'module:Class', or make it without gymnasium.make"
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, EnvSpec):
+        own = (value.kwargs, value.entry_point, value.vector_entry_point)
+        return all(map(_is_plain, own)) and not value.additional_wrappers
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return type(value) is dict and all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    # Gymnasium itself registers a few functions, which every worker has.
+    return type(value) in _ATOMS or getattr(value, "__module__", "") == "gymnasium.envs"

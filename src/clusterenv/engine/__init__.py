@@ -1,0 +1,1 @@
+"""Decisions of the head: slots, workers, requests, fragments and weights."""

@@ -1,0 +1,234 @@
+"""Rows on their way to the user: which are awaited, which have arrived, and one delivery of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium import Space
+
+from clusterenv.engine.slots import Loss
+from clusterenv.memory.rows import Buffers, assemble, flatten
+from clusterenv.wire import infos as info_columns
+from clusterenv.wire.infos import Columns
+from clusterenv.wire.requests import Reply
+
+__all__ = ["Delivery", "Rows"]
+
+
+class Rows(NamedTuple):
+    """One delivery. Arrays have one row per entry of `slots`, ascending."""
+
+    slots: Any  # [n] ints
+    obs: Any
+    rewards: Any
+    terminations: Any
+    truncations: Any
+    infos: dict[str, Any]
+    lost: dict[int, Loss]
+    """Rows whose episode was lost, by row number."""
+
+
+class Delivery:
+    """The head's view of the rows in shared memory. It alone turns their sides."""
+
+    def __init__(self, num_envs: int, space: Space[Any], buffers: Buffers) -> None:
+        self._space = space
+        self._everyone = np.arange(num_envs)
+        self.num_envs = num_envs
+        self.buffers = buffers
+        # What the user asked for and has not got yet.
+        self.awaited = np.zeros(num_envs, dtype=np.bool_)
+        self.ready = np.zeros(num_envs, dtype=np.bool_)
+        self.is_loss = np.zeros(num_envs, dtype=np.bool_)
+        """Ready rows that report a loss and have no place in shared memory: the undelivered side is free."""
+        self.sent = False  # something was sent outside the hot loop, and may be awaited still
+        self.resetting: dict[int, tuple[int | None, Any]] = {}  # awaited resets: seed, options
+        self._columns: list[Columns] = []
+        self._objects: list[list[Any]] = [[] for _ in range(num_envs)]  # last delivered
+        self._next_objects: dict[int, list[Any]] = {}  # of rows not delivered yet
+        self._lost_rows: dict[int, Loss] = {}  # told in the coming delivery
+        self._side: int | None = 0  # which side was delivered last, if it is the same for all
+        # What is known of each slot's episode.
+        self.started = np.zeros(num_envs, dtype=np.bool_)
+        self.ended = np.zeros(num_envs, dtype=np.bool_)
+        self.proven = np.zeros(num_envs, dtype=np.bool_)
+        self._all_proven = False
+
+    # -- arrivals ---------------------------------------------------------------------------------------------
+
+    def expect(self, slots: list[int]) -> None:
+        self.awaited[slots] = self.sent = True
+
+    def expect_all(self) -> None:
+        self.awaited[:] = self.sent = True
+
+    def mark_ready(self, slots: list[int]) -> None:
+        if slots:
+            # Consecutive, mostly: a slice is set faster than a list of indices.
+            whole = slots[-1] - slots[0] + 1 == len(slots)
+            self.ready[slice(slots[0], slots[-1] + 1) if whole else slots] = True
+
+    @property
+    def ready_count(self) -> int:
+        return int(np.count_nonzero(self.ready))
+
+    def has_ended(self, slot: int) -> bool:
+        """Whether the newest row of this slot, delivered or not, ended an episode."""
+        if self.ready[slot] and not self.is_loss[slot]:
+            return bool(self.buffers.terminated[slot] or self.buffers.truncated[slot])
+        return bool(self.ended[slot])
+
+    def has_row(self, slots: list[int]) -> bool:
+        """Whether the undelivered side of any of these slots holds a row that waits for delivery."""
+        return bool((self.ready[slots] & ~self.is_loss[slots]).any())
+
+    def take_rows(self, reply: Reply) -> None:
+        """What lies beside the shared memory."""
+        self.take_objects(reply)
+        if reply.infos:
+            self._columns.append(reply.infos)
+
+    def take_objects(self, reply: Reply) -> None:
+        self._next_objects.update(reply.objects or ())
+
+    def tell_loss(self, slot: int, loss: Loss) -> None:
+        """Report that the episode was lost: reward 0, truncated, the last delivered observation again."""
+        self._lost_rows[slot] = loss
+        self.is_loss[slot] = True
+        self.mark_ready([slot])
+
+    def begin_again(self, slot: int, columns: Columns, lost: Loss | None) -> None:
+        """The first row of a new incarnation becomes the row that the user awaits; SAME_STEP: it tells the loss too."""
+        if lost is not None:
+            last = self.peek_obs(np.array([slot]))
+            final = {"final_obs": _first(self._space, last), "final_info": {}}
+            self._columns.append(info_columns.pack([(slot, final)]))
+            self._lost_rows[slot] = lost
+            self.buffers.truncated[slot] = True
+        self._columns.append(columns)
+        self.mark_ready([slot])
+
+    def adopt(self, slot: int) -> None:
+        """The first row of a new incarnation becomes what a fragment goes on from."""
+        self.buffers.side[slot] ^= 1
+        self._find_side()
+        self._keep_objects([slot])
+        self.ended[slot] = False
+
+    def collected(self, slots: list[int], stepped: Any) -> None:
+        """A fragment of these slots arrived: they are in the middle of an episode. `stepped`: [N], its first row."""
+        self.started[slots] = True
+        self.ended[slots] = False
+        self.proven[slots] |= stepped[slots]
+
+    def forget(self) -> dict[int, Loss]:
+        """Give up every row that was not delivered. Returns the losses that these rows would have reported."""
+        self.awaited[:] = False
+        self.ready[:] = False
+        self.is_loss[:] = False
+        not_reported = self._lost_rows
+        self._columns, self._lost_rows, self.resetting = [], {}, {}
+        return not_reported
+
+    # -- handing over -----------------------------------------------------------------------------------------
+
+    def all_rows(self, copy: bool) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """The hot loop's: a whole step in which nothing unusual happened."""
+        buffers = self.buffers
+        if self._side is None:
+            buffers.side ^= 1
+            self._find_side()
+        else:
+            self._side = 1 - self._side
+            buffers.side.fill(self._side)
+        if self._next_objects:
+            self._keep_objects(list(self._next_objects))
+        obs = self._gather(self._everyone, True, copy)
+        terminations, truncations = buffers.terminated.copy(), buffers.truncated.copy()
+        np.logical_or(terminations, truncations, out=self.ended)
+        infos = {}
+        if self._columns:
+            infos = info_columns.batch(self._columns, self.num_envs)
+            self._columns = []
+        if not self._all_proven:
+            self.proven[:] = True
+            self._all_proven = True
+        return obs, buffers.reward.copy(), terminations, truncations, infos
+
+    def rows(self, copy: bool) -> Rows:
+        """Hand over every row that is ready, ascending by slot."""
+        ready, buffers = self.ready, self.buffers
+        everyone = self.ready_count == self.num_envs
+        slots = self._everyone if everyone else np.flatnonzero(ready)
+        rows: Any = slice(None) if everyone else slots
+        lost = {}
+        if self._lost_rows or self._columns:
+            row_of = {int(slot): i for i, slot in enumerate(slots)}
+            lost = {row_of[slot]: loss for slot, loss in self._lost_rows.items()}
+            if everyone:
+                infos = info_columns.batch(self._columns, self.num_envs)
+            else:
+                parts = [info_columns.select(columns, row_of) for columns in self._columns]
+                infos = info_columns.batch(parts, len(slots))
+        else:
+            infos = {}
+        rewards, terminations = buffers.reward[rows].copy(), buffers.terminated[rows].copy()
+        truncations = buffers.truncated[rows].copy()
+        is_loss = self.is_loss[rows]
+        rewards[is_loss], terminations[is_loss], truncations[is_loss] = 0.0, False, True
+        written = slots[~is_loss]
+        if len(written) == self.num_envs and self._side is not None:
+            self._side = 1 - self._side
+            buffers.side[:] = self._side
+        else:
+            buffers.side[written] ^= 1
+            self._find_side()
+        if self._next_objects:
+            self._keep_objects(written.tolist())
+        obs = self._gather(slots, everyone, copy)
+        was_reset = [slot for slot in slots.tolist() if slot in self.resetting] if self.resetting else []
+        self.started[rows] = True
+        if not self._all_proven and not was_reset and not self._lost_rows:
+            self.proven[rows] = True
+            self._all_proven = bool(self.proven.all())
+        self.ended[rows] = terminations | truncations
+        self.awaited[rows] = False
+        self.ready[rows] = False
+        self.is_loss[rows] = False
+        self.sent = bool(self.awaited.any())
+        for slot in was_reset:
+            del self.resetting[slot]
+        self._columns, self._lost_rows = [], {}
+        return Rows(slots, obs, rewards, terminations, truncations, infos, lost)
+
+    def peek_obs(self, slots: Any) -> Any:
+        """The observations last delivered for these slots."""
+        return self._gather(slots, len(slots) == self.num_envs, True)
+
+    def _gather(self, slots: Any, everyone: bool, copy: bool) -> Any:
+        side = self.buffers.side
+        values: list[Any] = []
+        place = -1
+        for array in self.buffers.obs:
+            if array is None:
+                place += 1
+                values.append(tuple(self._objects[slot][place] for slot in slots.tolist()))
+            elif everyone and self._side is not None:
+                values.append(array[self._side].copy() if copy else array[self._side])
+            else:
+                values.append(array[side[slots], slots])
+        return assemble(self._space, iter(values))
+
+    def _keep_objects(self, slots: list[int]) -> None:
+        for slot in slots:
+            if slot in self._next_objects:
+                self._objects[slot] = self._next_objects.pop(slot)
+
+    def _find_side(self) -> None:
+        side = self.buffers.side
+        self._side = int(side[0]) if (side == side[0]).all() else None
+
+
+def _first(space: Space[Any], batch: Any) -> Any:
+    return assemble(space, iter([values[0] for values in flatten(space, batch)]))

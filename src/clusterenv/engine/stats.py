@@ -1,0 +1,112 @@
+"""What a collector counts: steps, episodes, and where the workers' time goes. Pure.
+
+Fed by `Collector` with every batch; read by `stats()` and `summary()`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from clusterenv.rollout import Rollout
+
+__all__ = ["Tally"]
+
+_RECENT_EPISODES = 100
+_RECENT_BATCHES = 32
+"""Rates and shares are those of the last so many batches, or of four per worker where that is more."""
+
+COUNTED = ("rollouts", "steps", "episodes", "invalid_rows", "dropped_fragments")
+
+
+class _Batch(NamedTuple):
+    """The time of one batch, and what each worker did for it."""
+
+    collecting_s: float
+    steps: int
+    worker_steps: Any  # [W]
+    environment_s: Any  # [W]
+    policy_s: Any  # [W]
+
+
+class Tally:
+    def __init__(self, workers: int) -> None:
+        self.counts = dict.fromkeys(COUNTED, 0)
+        self.collecting_s = 0.0  # while workers were at it; in a stream also while the learner worked
+        self.waiting_s = 0.0  # of that, what the caller spent in `rollout` or between two batches of a stream
+        self.publishing_s = 0.0
+        self.considering_s = 0.0  # what the rule needs to know: the drift
+        self._workers = workers
+        self._busy_s = {"environment": 0.0, "policy": 0.0}  # of all workers together
+        self._batches: deque[_Batch] = deque(maxlen=max(_RECENT_BATCHES, 4 * workers))
+        self._has_first = False  # `_batches` still begins with the first of all, in which the workers started
+        self._begin_batch()
+        self._episodes: deque[tuple[float, int]] = deque(maxlen=_RECENT_EPISODES)  # returns, lengths
+
+    def _begin_batch(self) -> None:
+        self._batch = _Batch(0.0, 0, *(np.zeros(self._workers) for _ in range(3)))
+
+    def fragment(self, worker: int, steps: int, env_s: float, policy_s: float) -> None:
+        self._batch.environment_s[worker] += env_s
+        self._batch.policy_s[worker] += policy_s
+        self._batch.worker_steps[worker] += steps
+        self._busy_s["environment"] += env_s
+        self._busy_s["policy"] += policy_s
+
+    def batch(self, batch: Rollout) -> None:
+        counts, valid = self.counts, int(np.count_nonzero(batch.valid))
+        counts["rollouts"] += 1
+        counts["steps"] += valid
+        counts["episodes"] += len(batch.episodes)
+        counts["invalid_rows"] += int(batch.valid.size) - valid
+        self._batch = self._batch._replace(steps=self._batch.steps + valid)
+        self._episodes.extend(zip(batch.episodes.returns.tolist(), batch.episodes.lengths.tolist(), strict=True))
+
+    def spent(self, collecting_s: float) -> None:
+        """The time since the last call, in which the fragments and batches since then were collected."""
+        self.collecting_s += collecting_s
+        if not self._batch.worker_steps.any():
+            return  # after the last batch of a stream
+        if not self._batches:
+            self._has_first = True
+        elif len(self._batches) == self._batches.maxlen or (self._has_first and len(self._batches) == 1):
+            self._batches.popleft()
+            self._has_first = False
+        self._batches.append(self._batch._replace(collecting_s=collecting_s))
+        self._begin_batch()
+
+    def stats(self) -> dict[str, Any]:
+        """Totals; but `steps_per_s`, `worker_steps_per_s` and `time_shares` are of the recent batches."""
+        workers, batches = self._workers, self._batches
+        total = sum(batch.collecting_s for batch in batches)
+        environment, policy = (
+            sum((getattr(batch, name) for batch in batches), np.zeros(workers))
+            for name in ("environment_s", "policy_s")
+        )
+        waiting = np.maximum(0.0, total - environment - policy)
+        shares = {"environment": environment, "policy": policy, "waiting": waiting}
+        steps = sum((batch.worker_steps for batch in batches), np.zeros(workers))
+        return {
+            **self.counts,
+            "collecting_s": self.collecting_s,
+            "waiting_s": self.waiting_s,
+            "publishing_s": self.publishing_s,
+            "considering_s": self.considering_s,
+            "busy_s": {name: seconds / workers for name, seconds in self._busy_s.items()},
+            "steps_per_s": _share(sum(batch.steps for batch in batches), total),
+            "worker_steps_per_s": steps / total if total else np.zeros(workers),
+            "time_shares": {name: _share(seconds.sum(), total * workers) for name, seconds in shares.items()},
+        }
+
+    def recent(self) -> tuple[float, float]:
+        """Mean return and length of the last 100 episodes."""
+        if not self._episodes:
+            return float("nan"), float("nan")
+        returns, lengths = np.array(self._episodes).T
+        return float(returns.mean()), float(lengths.mean())
+
+
+def _share(part: float, whole: float) -> float:
+    return float(part / whole) if whole else 0.0

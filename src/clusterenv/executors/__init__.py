@@ -1,0 +1,1 @@
+"""How requests reach workers: processes of this machine, the calling process, other machines."""

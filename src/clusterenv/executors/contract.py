@@ -1,0 +1,98 @@
+"""The contract between a pool and whoever does its I/O: workers that are started, told things, and heard.
+
+`ProcessCrew` has them on this machine, `InlineCrew` in this process, `RemoteCrew` on the machines of a cluster. The
+pool reads and writes one block of memory for rows and one for fragments; that workers elsewhere see the same is the
+crew's business.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NamedTuple, Protocol
+
+from clusterenv.memory.fragments import ArenaLayout
+from clusterenv.memory.rows import Layout
+
+__all__ = ["Cause", "Crew", "Exit", "Stack"]
+
+
+class Cause(enum.Enum):
+    """Why a worker is gone. Only a crash is its own fault: it may raise, and counts towards a crash loop."""
+
+    CRASHED = "crashed"
+    """It ended by itself, or hung and was killed."""
+    NODE_LOST = "node lost"
+    """Its machine is gone, or cannot be reached."""
+    INTERRUPTED = "interrupted"
+    """Ctrl-C in the calling process, where that is the worker."""
+    MOVED = "moved"
+    """On purpose: its slots go on elsewhere."""
+
+
+class Exit(NamedTuple):
+    """A worker process is gone."""
+
+    reason: str
+    tail: str
+    cause: Cause = Cause.CRASHED
+
+
+class Stack(NamedTuple):
+    """Where a worker is: what `Crew.stack` asked for."""
+
+    text: str
+
+
+class Crew(Protocol):
+    is_inline: bool
+
+    def can_start(self, index: int) -> bool:
+        """Whether there is a place for this worker now."""
+        ...
+
+    def start(self, index: int) -> None: ...
+    def allocate(self, layout: Layout) -> Any: ...
+    def allocate_arena(self, layout: ArenaLayout) -> Any: ...
+    def put_weights(self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False) -> None:
+        """Weights where the workers of a machine read them. Where they travel, they may do so `packed`, as steps from
+        those before that were to be kept."""
+        ...
+
+    def send(self, index: int, message: Any) -> None: ...
+    def ring(self, request: int) -> None:
+        """The hot loop's request to every worker: step all your slots."""
+        ...
+
+    def take(self, index: int) -> list[Any]:
+        """What this worker says next; empty where it says nothing for a while, or is gone: `wait` tells."""
+        ...
+
+    def wait(self, timeout_s: float) -> list[tuple[int, Any]]:
+        """(worker, message) pairs; an int is a quick reply, an `Exit` the end of that worker. May be empty."""
+        ...
+
+    def progress(self, index: int) -> tuple[int, int, int]: ...
+    def stats(self) -> dict[str, Any]:
+        """What only this kind of crew counts."""
+        ...
+
+    def scale(self, nodes: int) -> None:
+        """Run on so many machines; UsageError where there is one."""
+        ...
+
+    def need_packages(self, names: tuple[str, ...]) -> None:
+        """Raise PolicyError where a machine does not have these packages, or not in versions that fit those here."""
+        ...
+
+    def is_leaving(self, index: int) -> bool:
+        """It goes on elsewhere as soon as what it was asked is done: ask no more fragments of it."""
+        ...
+
+    def is_running(self, index: int) -> bool: ...
+    def pid(self, index: int) -> int | None: ...
+    def kill(self, index: int) -> None: ...
+    def stack(self, index: int) -> None:
+        """Ask where this worker is; answered by a `Stack`, unless it ends before."""
+        ...
+
+    def close(self, timeout_s: float) -> None: ...

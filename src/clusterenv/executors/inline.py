@@ -1,0 +1,141 @@
+"""The calling process as its own worker (`Local(workers=0)`): for a breakpoint in environment code.
+
+Same face as `ProcessCrew`; requests are carried out at once, and no timeout ends a debugging session.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.errors import UsageError
+from clusterenv.executors.contract import Cause, Exit
+from clusterenv.memory.fragments import ArenaLayout
+from clusterenv.memory.rows import Layout
+from clusterenv.spec import Blueprint, load_makers
+from clusterenv.wire.requests import Close, Reply
+from clusterenv.worker.dispatch import Dispatcher
+from clusterenv.worker.main import PROGRESS_BYTES
+
+__all__ = ["InlineCrew"]
+
+
+class _Own:
+    """`Memory` that nobody shares."""
+
+    def __init__(self) -> None:
+        self.weight_bytes = b""
+
+    def rows(self) -> bytearray:
+        return self.row_bytes
+
+    def fragments(self) -> mmap.mmap:
+        return self.arena
+
+    def weights(self) -> memoryview:
+        return memoryview(self.weight_bytes)
+
+    row_bytes: bytearray
+    arena: mmap.mmap
+
+
+class InlineCrew:
+    is_inline = True
+
+    def __init__(self, blueprint: Blueprint, mode: AutoresetMode | None, check: bool, workers: int = 1) -> None:
+        self._makers = load_makers(blueprint.payload, blueprint.num_envs, blueprint.is_named, is_here=True)
+        self._mode = mode
+        self._check = check
+        self._at = [memoryview(bytearray(PROGRESS_BYTES)).cast("i") for _ in range(workers)]
+        self._memory = [_Own() for _ in range(workers)]
+        self._events: list[tuple[int, Any]] = []
+        self._dispatchers: dict[int, Dispatcher] = {}
+
+    def start(self, index: int) -> None:
+        if index in self._dispatchers:
+            self._dispatchers[index].close()
+        self._dispatchers[index] = Dispatcher(
+            self._makers, self._mode, self._check, self._at[index], self._memory[index]
+        )
+
+    def can_start(self, index: int) -> bool:
+        return True
+
+    def allocate(self, layout: Layout) -> bytearray:
+        rows = bytearray(layout.size)
+        for memory in self._memory:
+            memory.row_bytes = rows
+        return rows
+
+    def allocate_arena(self, layout: ArenaLayout) -> mmap.mmap:
+        arena = mmap.mmap(-1, layout.size)
+        for memory in self._memory:
+            memory.arena = arena
+        return arena
+
+    def put_weights(self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False) -> None:
+        """A worker is a node of its own here."""
+        memory = self._memory[node]
+        held = memory.weight_bytes
+        memory.weight_bytes = held[:offset].ljust(offset, b"\0") + data + held[offset + len(data) :]
+
+    def ring(self, request: int) -> None:
+        waiting = list(self._dispatchers)
+        try:
+            while waiting:
+                self.send(waiting.pop(0), request)
+        finally:  # after Ctrl-C, the others do not answer with rows
+            self._events += [(index, Reply(request, [])) for index in waiting]
+
+    def take(self, index: int) -> list[Any]:
+        taken = [message for worker, message in self._events if worker == index]
+        self._events = [event for event in self._events if event[0] != index]
+        return taken
+
+    def send(self, index: int, message: Any) -> None:
+        if isinstance(message, Close):
+            return  # `close` does it
+        try:
+            reply = self._dispatchers[index].handle(message, lambda part: self._events.append((index, part)))
+        except BaseException:  # Ctrl-C within an environment: what state it is in, nobody knows
+            self._events.append((index, Exit("was interrupted", "", Cause.INTERRUPTED)))
+            raise
+        if reply is not None:
+            self._events.append((index, reply))
+
+    def wait(self, timeout_s: float) -> list[tuple[int, Any]]:
+        events, self._events = self._events, []
+        return events
+
+    def progress(self, index: int) -> tuple[int, int, int]:
+        return self._at[index][0], self._at[index][1], 0
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    def scale(self, nodes: int) -> None:
+        raise UsageError("scale() is for backends with nodes: this one has none")
+
+    def need_packages(self, names: tuple[str, ...]) -> None:
+        """Workers of this machine have what the caller has."""
+
+    def is_leaving(self, index: int) -> bool:
+        return False
+
+    def is_running(self, index: int) -> bool:
+        return True
+
+    def pid(self, index: int) -> int | None:
+        return None
+
+    def kill(self, index: int) -> None:
+        raise AssertionError("timeouts are off in the calling process")
+
+    def stack(self, index: int) -> None:
+        raise AssertionError("nobody waits for the calling process")
+
+    def close(self, timeout_s: float) -> None:
+        for dispatcher in self._dispatchers.values():
+            dispatcher.close()

@@ -1,0 +1,1 @@
+"""Layouts of the memory that head and workers share."""

@@ -1,0 +1,158 @@
+"""Parts of the shared memory as bytes, for a copy of it on another machine. Pure, but for writing into that copy.
+
+Both sides know the layout, so nothing but the numbers travels; a length that is not what the layout says is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from clusterenv.errors import ProtocolError
+from clusterenv.memory.fragments import Side
+from clusterenv.memory.rows import Buffers
+
+__all__ = [
+    "Block",
+    "read_fragment",
+    "read_inputs",
+    "read_rows",
+    "write_fragment",
+    "write_inputs",
+    "write_rows",
+]
+
+
+def read_inputs(buffers: Buffers, slots: Sequence[int], actions: bool) -> bytes:
+    """What a request needs of the rows: on which side the last observations lie, and the actions."""
+    rows = _index(slots)
+    parts = [buffers.side[rows], *([array[rows] for array in buffers.actions] if actions else [])]
+    return b"".join(part.tobytes() for part in parts)
+
+
+def write_inputs(buffers: Buffers, slots: Sequence[int], actions: bool, data: Any) -> None:
+    _scatter([buffers.side, *(buffers.actions if actions else [])], _index(slots), len(slots), data)
+
+
+def read_rows(buffers: Buffers, slots: Sequence[int]) -> bytes:
+    """What workers wrote for these slots."""
+    rows = _index(slots)
+    parts = [buffers.reward[rows], buffers.terminated[rows], buffers.truncated[rows], buffers.pace_s[rows]]
+    free, at = 1 - buffers.side[rows], _numbers(slots)
+    parts += [array[free, at] for array in buffers.obs if array is not None]
+    return b"".join(part.tobytes() for part in parts)
+
+
+def write_rows(buffers: Buffers, slots: Sequence[int], data: Any) -> None:
+    rows = _index(slots)
+    plain = [buffers.reward, buffers.terminated, buffers.truncated, buffers.pace_s]
+    end = _scatter(plain, rows, len(slots), data, exact=False)
+    free, at = 1 - buffers.side[rows], _numbers(slots)
+    for array in buffers.obs:
+        if array is not None:
+            values, end = _take(data, end, array.dtype, (len(slots), *array.shape[2:]))
+            array[free, at] = values
+    if end != len(data):
+        raise ProtocolError(f"rows of {len(slots)} slots are {end} bytes, not {len(data)}")
+
+
+class Block:
+    """The rows of consecutive slots, for a step of all of them: the same bytes as those functions', found once."""
+
+    def __init__(self, buffers: Buffers, slots: Sequence[int]) -> None:
+        self._buffers, self._slots = buffers, slots
+        rows = slice(slots[0], slots[-1] + 1)
+        assert rows.stop - rows.start == len(slots)
+        self._side = _bytes(buffers.side[rows])
+        self._inputs = [self._side, *(_bytes(array[rows]) for array in buffers.actions)]
+        plain = [buffers.reward, buffers.terminated, buffers.truncated, buffers.pace_s]
+        outputs = [_bytes(array[rows]) for array in plain]
+        self._outputs = {  # by the side on which the last observations lie, where that is the same for all
+            bytes([side]) * len(slots): [*outputs, *(_bytes(o[1 - side, rows]) for o in buffers.obs if o is not None)]
+            for side in (0, 1)
+        }
+
+    def read_inputs(self) -> bytes:
+        return b"".join(self._inputs)
+
+    def write_inputs(self, data: Any) -> None:
+        _spread(self._inputs, data)
+
+    def read_rows(self) -> bytes:
+        views = self._outputs.get(self._side.tobytes())
+        return read_rows(self._buffers, self._slots) if views is None else b"".join(views)
+
+    def write_rows(self, data: Any) -> None:
+        views = self._outputs.get(self._side.tobytes())
+        if views is None:
+            write_rows(self._buffers, self._slots, data)
+        else:
+            _spread(views, data)
+
+
+def _bytes(array: Any) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def _spread(views: list[memoryview], data: Any) -> None:
+    if len(data) != sum(map(len, views)):
+        raise ProtocolError(f"{len(data)} bytes, where {sum(map(len, views))} belong")
+    at = 0
+    for view in views:
+        view[:] = data[at : at + len(view)]
+        at += len(view)
+
+
+def read_fragment(side: Side, columns: slice, num_steps: int) -> list[memoryview]:
+    """One worker's columns, an array each."""
+    return [_contiguous(array[:length, columns]) for array, length in _arrays(side, num_steps)]
+
+
+def write_fragment(side: Side, columns: slice, num_steps: int, parts: Sequence[Any]) -> None:
+    targets = [array[:length, columns] for array, length in _arrays(side, num_steps)]
+    if [len(part) for part in parts] != [target.nbytes for target in targets]:
+        raise ProtocolError("a fragment whose arrays do not have the sizes of its layout")
+    for target, part in zip(targets, parts, strict=True):
+        target[...] = np.frombuffer(part, dtype=target.dtype).reshape(target.shape)
+
+
+def _arrays(side: Side, num_steps: int) -> list[tuple[Any, int]]:
+    rows = [side.actions, side.rewards, side.logprobs]
+    rows += [side.terminations, side.truncations, side.valid, side.starts, side.masks]
+    return [(array, num_steps) for array in rows] + [(array, num_steps + 1) for array in side.obs]
+
+
+def _contiguous(array: Any) -> memoryview:
+    # A copy in any case: the worker goes on to write there while this is on its way.
+    return np.array(array, order="C").reshape(-1).view(np.uint8).data
+
+
+def _scatter(arrays: list[Any], rows: Any, count: int, data: Any, exact: bool = True) -> int:
+    end = 0
+    for array in arrays:
+        values, end = _take(data, end, array.dtype, (count, *array.shape[1:]))
+        array[rows] = values
+    if exact and end != len(data):
+        raise ProtocolError(f"{count} slots have {end} bytes, not {len(data)}")
+    return end
+
+
+def _take(data: Any, at: int, dtype: Any, shape: tuple[int, ...]) -> tuple[Any, int]:
+    count = math.prod(shape)
+    end = at + count * dtype.itemsize
+    if end > len(data):
+        raise ProtocolError(f"{len(data)} bytes, where at least {end} belong")
+    return np.frombuffer(data, dtype=dtype, count=count, offset=at).reshape(shape), end
+
+
+def _index(slots: Sequence[int]) -> Any:
+    if slots and slots[-1] - slots[0] + 1 == len(slots):
+        return slice(slots[0], slots[-1] + 1)
+    return list(slots)
+
+
+def _numbers(slots: Sequence[int]) -> Any:
+    return np.asarray(slots, dtype=np.int64)

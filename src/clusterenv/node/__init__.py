@@ -1,0 +1,1 @@
+"""The node agent: one process per machine of a cluster."""

@@ -1,0 +1,348 @@
+"""The node agent: one process per machine, between the head and this machine's workers. Runs no user code.
+
+Started by a backend as `clusterenv node --join FILE`. It dials the head, takes the seats that it is given, and hands
+messages on. A connection that ends ends the session: its workers are dropped, and the agent joins anew until its lease
+on the head has run out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import secrets
+import signal
+import socket as sockets
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import gymnasium
+import zmq
+
+from clusterenv._version import __version__
+from clusterenv.code import versions
+from clusterenv.code.packages import compare
+from clusterenv.errors import ProtocolError, StartError
+from clusterenv.events import emit
+from clusterenv.node.shard import Seat
+from clusterenv.spec import Delivered
+from clusterenv.system.cpus import usable_cores
+from clusterenv.transport.keys import Joining, KeyPair
+from clusterenv.transport.sockets import NodeSocket
+from clusterenv.wire.frames import node_reader, to_wire
+from clusterenv.wire.messages import (
+    PROTOCOL,
+    Beat,
+    Bye,
+    Chunk,
+    Code,
+    Failed,
+    Fragments,
+    Hello,
+    Host,
+    Kill,
+    Lacks,
+    Leave,
+    Offer,
+    Refused,
+    Ring,
+    Rows,
+    Start,
+    Tell,
+    TraceStack,
+    Welcome,
+    Withdrawn,
+)
+
+__all__ = ["FAILED", "NEVER", "Agent"]
+
+FAILED = 1
+"""Exit code: the head ended by an exception, or is gone for longer than the lease."""
+
+NEVER = 42
+"""Exit code: this will not work however often it is tried."""
+
+_GRACE_S = 5.0
+"""How long workers may go on when the node is asked to leave."""
+
+_RETRY_S = 0.5
+_ANSWER_S = 10.0
+
+
+class _AwaitsCode(NamedTuple):
+    """A seat that cannot start before the head has sent what this node lacks."""
+
+    host: Host
+    payload: bytes
+    folders: dict[str, str]
+    messages: list[tuple[Any, list[Any]]]
+    """What the head said to it meanwhile."""
+
+
+class Agent:
+    def __init__(
+        self, joining: Joining, lease_s: float = 60.0, dead_after_s: float = 10.0, allow_pickle: bool = True
+    ) -> None:
+        self._joining = joining
+        self._allow_pickle = allow_pickle
+        self._lease_s = lease_s
+        self._dead_after_s = dead_after_s
+        self._beat_s = 1.0
+        self._session = 0
+        self._instance = secrets.token_hex(8)
+        self._versions = versions.installed()
+        self._seats: dict[int, Seat] = {}
+        self._awaiting: dict[int, _AwaitsCode] = {}
+        self._socket: NodeSocket | None = None
+        self._reader = node_reader()
+        self._poller = zmq.Poller()
+        self._next_beat = 0.0
+        self._leaving: float | None = None  # since when
+        self._exit: int | None = None
+        self._is_welcome = False
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> int:
+        """Serve until the run is over; returns the exit code."""
+        signal.signal(signal.SIGTERM, lambda *_: self._leave())
+        signal.signal(signal.SIGINT, lambda *_: self._leave())
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        try:
+            return self._run()
+        finally:
+            self._drop_seats(0.5)
+            if self._socket is not None:
+                self._socket.close(1.0)
+            signal.set_wakeup_fd(-1)
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _run(self) -> int:
+        last_there = time.monotonic()
+        while self._exit is None:
+            if self._socket is None:
+                problem = self._dial()
+                if problem is not None:
+                    waited = time.monotonic() - last_there
+                    if waited > self._patience_s or self._leaving is not None:
+                        emit(logging.ERROR, f"no head for {waited:.0f} s: {problem}")
+                        return FAILED if self._session else NEVER
+                    time.sleep(_RETRY_S)
+                    continue
+            ended = self._turn()
+            if self._is_welcome:
+                last_there = time.monotonic()
+            if ended is None:
+                continue
+            if ended == "refused":
+                emit(logging.ERROR, f"{self._joining.address} does not know this node's key: it is of another run")
+                return NEVER
+            emit(logging.WARNING, f"the connection to the head is gone ({ended}); joining anew")
+            self._hang_up()
+            if not self._is_welcome:
+                time.sleep(_RETRY_S)
+                if time.monotonic() - last_there > self._patience_s:
+                    emit(logging.ERROR, f"{self._joining.address} is not the head that this key file names")
+                    return FAILED if self._session else NEVER  # a forwarded port answers when its head is gone
+        return self._exit
+
+    @property
+    def _patience_s(self) -> float:
+        """How long to try: for a head that was there, as long as the lease; one that never was gets less."""
+        return self._lease_s if self._session else min(self._lease_s, _ANSWER_S)
+
+    # -- the connection ---------------------------------------------------------------------------------------
+
+    def _dial(self) -> str | None:
+        """Why the head cannot be reached, if so. A plain connection tells at once; ZeroMQ would try for ever."""
+        address = self._joining.address
+        parts = urlsplit(address)
+        try:
+            with sockets.create_connection((parts.hostname or "", parts.port or 0), timeout=3.0) as found:
+                host, port = found.getpeername()[:2]
+        except OSError as error:
+            return (
+                f"{address} cannot be reached from {platform.node()}: {error.strerror or error}. Either the run is "
+                "over, or the head is behind a firewall or NAT: have it listen where nodes can dial it "
+                "(bind=, port=), or name the one that is forwarded to it (advertise=)"
+            )
+        keys = KeyPair(self._joining.public, self._joining.secret)
+        # The address that has answered: of a name with several, ZeroMQ might take another.
+        resolved = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        self._socket = NodeSocket(resolved, self._joining.head_key, keys, dead_after_s=self._dead_after_s)
+        self._socket.poll_on(self._poller)
+        self._reader = node_reader()
+        self._asked_at = time.monotonic()
+        self._is_welcome = self._is_refused = False
+        hello = Hello(
+            PROTOCOL,
+            __version__,
+            ".".join(map(str, sys.version_info[:2])),
+            gymnasium.__version__,
+            self._instance,
+            platform.node(),
+            os.getpid(),
+            usable_cores(),
+            self._allow_pickle,
+            self._versions,
+        )
+        self._say(hello)
+        return None
+
+    def _hang_up(self) -> None:
+        self._drop_seats(0.0)
+        if self._socket is not None:
+            self._socket.poll_off(self._poller)
+            self._socket.close()
+            self._socket = None
+
+    def _say(self, message: Any, payload: Sequence[Any] = ()) -> None:
+        if self._socket is not None:
+            for frames in to_wire(self._session, message, payload):
+                self._socket.send(frames)
+
+    # -- the loop ---------------------------------------------------------------------------------------------
+
+    def _turn(self) -> str | None:
+        """Wait for something, and hand it on; returns why the connection is gone, if it is."""
+        socket = self._socket
+        assert socket is not None
+        now = time.monotonic()
+        if self._is_welcome and now >= self._next_beat:
+            self._next_beat = now + self._beat_s
+            self._say(Beat(tuple(entry for seat in self._seats.values() for entry in seat.progress())))
+        if not self._is_welcome and now - self._asked_at > _ANSWER_S:
+            return "the head does not answer"
+        if self._leaving is not None and self._has_finished(now):
+            self._say(Bye("preempted"))
+            self._exit = 0
+            return None
+        timeout_s = max(0.0, min(0.5, self._next_beat - now)) if self._is_welcome else 0.2
+        ready = dict(self._poller.poll(int(timeout_s * 1000)))
+        if self._wake_read in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+        for frames in socket.receive(ready):
+            try:
+                said = self._reader.read(frames)
+                if said is not None:
+                    self._handle(*said)
+            except ProtocolError as error:
+                return f"it speaks another language: {error}"
+        for seat in list(self._seats.values()):
+            if seat.fileno() in ready:
+                seat.take()
+        if self._is_refused and self._exit is None:
+            time.sleep(_RETRY_S)
+            return "it says: come again"
+        return socket.ended(ready)
+
+    def _handle(self, session: int, message: Any, frames: list[Any]) -> None:
+        if isinstance(message, Welcome):
+            self._session, self._is_welcome = message.session, True
+            self._beat_s, self._lease_s = message.beat_s, message.lease_s
+            emit(logging.INFO, f"joined the run at {self._joining.address} as node {self._joining.node}")
+            return
+        if isinstance(message, Refused):
+            emit(logging.ERROR, f"the head refuses this node: {message.reason}")
+            if message.final:
+                self._exit = NEVER
+            self._is_refused = True
+            return
+        if session != self._session:
+            return  # of a session that is over
+        if isinstance(message, Leave):
+            if message.seat < 0:
+                emit(logging.ERROR if message.failed else logging.INFO, message.reason)
+                self._exit = FAILED if message.failed else 0
+            else:
+                self._drop(message.seat, 1.0)
+        elif isinstance(message, Host):
+            self._host(message, bytes(frames[0]))
+        elif isinstance(message, Code):
+            self._code_came(message.seat, bytes(frames[0]))
+        elif message.seat in self._awaiting:
+            self._awaiting[message.seat].messages.append((message, frames))
+        elif message.seat in self._seats:
+            self._seat_message(self._seats[message.seat], message, frames)
+
+    def _seat_message(self, seat: Seat, message: Any, frames: list[Any]) -> None:
+        if isinstance(message, Tell):
+            seat.tell(message, frames)
+        elif isinstance(message, Ring):
+            seat.ring(message, frames)
+        elif isinstance(message, Chunk):
+            seat.chunk(message, frames[0])
+        elif isinstance(message, Offer):
+            seat.offer(message)
+        elif isinstance(message, Withdrawn):
+            seat.withdrawn(message.offer)
+        elif isinstance(message, Start):
+            seat.start(message.worker)
+        elif isinstance(message, Kill):
+            seat.kill(message.worker)
+        elif isinstance(message, TraceStack):
+            seat.stack(message.worker)
+        elif isinstance(message, Rows):
+            seat.rows(frames[0])
+        elif isinstance(message, Fragments):
+            seat.fragments(frames[0])
+
+    def _host(self, host: Host, payload: bytes) -> None:
+        if not self._allow_pickle and (host.packages or not host.is_named):
+            self._say(Failed(host.seat, "this node takes no pickled code (--no-pickle)"))
+            return
+        self._drop(host.seat, 0.0)
+        folders, lacking = compare(host.packages)
+        if lacking:
+            self._awaiting[host.seat] = _AwaitsCode(host, payload, folders, [])
+            self._say(Lacks(host.seat, lacking))
+        else:
+            self._start_seat(host, payload, Delivered(folders, b""))
+
+    def _code_came(self, number: int, archive: bytes) -> None:
+        waiting = self._awaiting.pop(number, None)
+        if waiting is None:
+            return
+        self._start_seat(waiting.host, waiting.payload, Delivered(waiting.folders, archive))
+        for message, frames in waiting.messages:
+            if number in self._seats:
+                self._seat_message(self._seats[number], message, frames)
+
+    def _start_seat(self, host: Host, payload: bytes, delivered: Delivered) -> None:
+        try:
+            seat = self._seats[host.seat] = Seat(host, payload, delivered, self._say)
+        except StartError as error:
+            self._say(Failed(host.seat, str(error), is_code=False))
+            return
+        self._poller.register(seat.fileno(), zmq.POLLIN)
+        slots = [slot for _, its in host.workers for slot in its]
+        emit(logging.INFO, f"running slots {min(slots)}-{max(slots)} with {len(host.workers)} workers")
+
+    # -- leaving ----------------------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        if self._leaving is None:
+            self._leaving = time.monotonic()
+            for seat in self._seats.values():
+                seat.stop_early()
+
+    def _has_finished(self, now: float) -> bool:
+        assert self._leaving is not None
+        return now - self._leaving > _GRACE_S or not any(seat.is_busy for seat in self._seats.values())
+
+    def _drop(self, number: int, timeout_s: float) -> None:
+        self._awaiting.pop(number, None)
+        seat = self._seats.pop(number, None)
+        if seat is not None:
+            self._poller.unregister(seat.fileno())
+            seat.close(timeout_s)
+
+    def _drop_seats(self, timeout_s: float) -> None:
+        for number in [*self._awaiting, *self._seats]:
+            self._drop(number, timeout_s)

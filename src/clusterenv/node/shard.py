@@ -1,0 +1,331 @@
+"""A seat on a node: the workers of one part of the run, fed by the head's messages. No socket, no user code.
+
+Called by the node agent: `tell` and its kin with what the head said, `take` with what workers said; what is to go to
+the head leaves by `send`.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.errors import ClusterEnvError, PolicyError
+from clusterenv.events import emit
+from clusterenv.executors.contract import Exit, Stack
+from clusterenv.executors.processes import ProcessCrew
+from clusterenv.memory.fragments import Arena, ArenaLayout
+from clusterenv.memory.rows import Buffers, Layout
+from clusterenv.memory.transfer import Block, read_fragment, read_rows, write_inputs
+from clusterenv.policy.weights.packing import unpack
+from clusterenv.spec import Blueprint, Delivered
+from clusterenv.system.cpus import cpu_limit
+from clusterenv.wire.channel import Raw
+from clusterenv.wire.messages import (
+    Answer,
+    Chunk,
+    Exited,
+    Failed,
+    Host,
+    Offer,
+    Output,
+    Pull,
+    Ring,
+    Rung,
+    StackTrace,
+    Tell,
+)
+
+__all__ = ["Seat"]
+
+_WINDOW = 4 << 20
+"""Bytes of weights that may be on their way at once: other messages wait behind no more than these."""
+
+_SPIN_S = 2e-3
+"""How long a worker waits awake for its next request: a way to the head and back, and not much more."""
+
+Send = Callable[[Any, Sequence[Any]], None]
+
+
+class _Ticket(NamedTuple):
+    brings: str
+    slots: tuple[int, ...]
+    side: int
+    num_steps: int
+
+
+class _Pulling:
+    """Weights that are on their way: bytes asked for, bytes that came, and what those sum up to."""
+
+    def __init__(self, offer: Offer) -> None:
+        self.offer = offer
+        self.asked = self.got = self.checksum = 0
+        self.whole = bytearray() if offer.is_packed or offer.keep else None
+
+
+class Seat:
+    def __init__(self, host: Host, payload: bytes, delivered: Delivered, send: Send) -> None:
+        self.number = host.seat
+        self._send = send
+        self._slots = dict(host.workers)
+        self._local = {worker: i for i, (worker, _) in enumerate(host.workers)}
+        self._global = [worker for worker, _ in host.workers]
+        spec = _Entry(host.entry_point) if host.entry_point else None
+        blueprint = Blueprint(
+            host.num_envs,
+            payload,
+            False,
+            spec,  # type: ignore[arg-type]
+            "",
+            host.is_named,
+            delivered=delivered,
+        )
+        mode = AutoresetMode(host.mode) if host.mode else None
+        self._crew = ProcessCrew(
+            blueprint,
+            len(host.workers),
+            mode,
+            host.check,
+            host.threads,
+            _SPIN_S if len(host.workers) <= cpu_limit() else 0.0,
+            [list(slots) for _, slots in host.workers],
+            host.preload,
+            on_output=self._output,
+            plain=host.other,
+        )
+        self._tickets: dict[tuple[int, int], _Ticket] = {}
+        self._ringing: dict[int, Any] = {}  # worker → None, or its answer
+        self._ring = -1
+        self._waiting: deque[tuple[Any, list[Any]]] = deque()  # behind weights that are still to come
+        self._pulling: _Pulling | None = None
+        self._base = (0, b"")  # an offer whose weights are kept, and they
+        self._buffers: Buffers | None = None
+        self._block: Block | None = None
+        self._arena: Arena | None = None
+
+    def fileno(self) -> int:
+        return self._crew.fileno()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._tickets or self._ringing)
+
+    # -- what the head says -----------------------------------------------------------------------------------
+
+    def rows(self, layout: Any) -> None:
+        plan = msgspec.msgpack.decode(layout, type=Layout)
+        self._buffers = Buffers(plan, self._crew.allocate(plan))
+        self._block = Block(self._buffers, [slot for worker in self._global for slot in self._slots[worker]])
+
+    def fragments(self, layout: Any) -> None:
+        plan = msgspec.msgpack.decode(layout, type=ArenaLayout)
+        self._arena = Arena(plan, self._crew.allocate_arena(plan))
+
+    def start(self, worker: int) -> None:
+        self._crew.start(self._local[worker])
+
+    def kill(self, worker: int) -> None:
+        self._crew.kill(self._local[worker])
+
+    def stack(self, worker: int) -> None:
+        self._crew.stack(self._local[worker])
+
+    def offer(self, offer: Offer) -> None:
+        if self._pulling is not None and self._pulling.offer.offer == offer.offer:  # the same, in another form
+            self._pulling = None
+            self._waiting.appendleft((offer, []))
+        else:
+            self._waiting.append((offer, []))
+        self._go_on()
+
+    def chunk(self, chunk: Chunk, data: Any) -> None:
+        pulling = self._pulling
+        if pulling is None or (pulling.offer.offer, pulling.got) != (chunk.offer, chunk.at):
+            return
+        pulling.got += len(data)
+        self._ask(pulling)
+        if not pulling.offer.is_packed:
+            self._crew.put_weights(0, data, pulling.offer.place + chunk.at)
+        if pulling.whole is not None:
+            pulling.whole += data
+        pulling.checksum = zlib.crc32(data, pulling.checksum)
+        if pulling.got >= pulling.offer.size:
+            self._arrived(pulling)
+
+    def withdrawn(self, offer: int) -> None:
+        """Go on without these weights."""
+        self._waiting = deque(
+            entry for entry in self._waiting if not isinstance(entry[0], Offer) or entry[0].offer != offer
+        )
+        if self._pulling is not None and self._pulling.offer.offer == offer:
+            self._pulling = None
+            self._go_on()
+
+    def _ask(self, pulling: _Pulling) -> None:
+        left, on_its_way = pulling.offer.size - pulling.asked, pulling.asked - pulling.got
+        if left and on_its_way <= _WINDOW // 2:
+            size = min(left, _WINDOW - on_its_way)
+            self._send(Pull(self.number, pulling.offer.offer, pulling.asked, size), ())
+            pulling.asked += size
+
+    def _arrived(self, pulling: _Pulling) -> None:
+        offer = pulling.offer
+        if pulling.checksum != offer.checksum:
+            emit(logging.WARNING, "weights arrived damaged and are pulled again")
+            self._pulling = _Pulling(offer)
+            self._ask(self._pulling)
+            return
+        if pulling.whole is not None and not self._keep(offer, bytes(pulling.whole)):
+            self._send(Pull(self.number, offer.offer, 0, -1), ())
+            return
+        self._send(Pull(self.number, offer.offer, offer.size, 0), ())
+        self._pulling = None
+        self._go_on()
+
+    def _keep(self, offer: Offer, data: bytes) -> bool:
+        """Weights that are packed, or that others will be steps from. False: they do not fit what is here."""
+        if offer.is_packed:
+            number, base = self._base
+            try:
+                data = unpack(data, base if offer.base == number and number else None)
+            except PolicyError as error:
+                emit(logging.WARNING, f"{error}: asking for the whole")
+                return False
+            self._crew.put_weights(0, data, offer.place)
+        if offer.keep:
+            self._base = (offer.offer, data)
+        return True
+
+    def tell(self, tell: Tell, frames: list[Any]) -> None:
+        if not self._crew.is_running(self._local[tell.worker]):
+            return  # for one that has ended, which the head did not know yet: its replacement is told anew
+        self._waiting.append((tell, frames))
+        self._go_on()
+
+    def ring(self, ring: Ring, frames: list[Any]) -> None:
+        self._waiting.append((ring, frames))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """In the order in which the head spoke: what comes after an offer waits for those weights."""
+        while self._waiting and self._pulling is None:
+            message, frames = self._waiting.popleft()
+            if isinstance(message, Offer):
+                self._pulling = _Pulling(message)
+                self._ask(self._pulling)
+            elif isinstance(message, Tell):
+                self._do_tell(message, frames)
+            else:
+                self._do_ring(message, frames)
+
+    def _do_tell(self, tell: Tell, frames: list[Any]) -> None:
+        if tell.brings != "nothing":
+            assert self._buffers is not None
+            write_inputs(self._buffers, tell.slots, tell.actions, frames[1])
+            ticket = _Ticket(tell.brings, self._slots[tell.worker], tell.side, tell.num_steps)
+            self._tickets[tell.worker, tell.request] = ticket
+        self._crew.forward(self._local[tell.worker], bytes(frames[0]))
+
+    def _do_ring(self, ring: Ring, frames: list[Any]) -> None:
+        assert self._block is not None
+        self._block.write_inputs(frames[0])
+        self._ring = ring.request
+        self._ringing = {w: None for w in self._global if self._crew.is_running(self._local[w])}
+        if len(self._ringing) < len(self._global):  # one ended, and the head did not know yet
+            self._flush_ring()
+        self._crew.ring(ring.request)
+
+    # -- what workers say -------------------------------------------------------------------------------------
+
+    def take(self) -> None:
+        """Hand on whatever workers have said."""
+        try:
+            events = self._crew.wait(0.0)
+        except ClusterEnvError as error:
+            self._send(Failed(self.number, str(error)), ())
+            return
+        for local, message in events:
+            worker = self._global[local]
+            if isinstance(message, Exit):
+                self._flush_ring()
+                self._tickets = {key: ticket for key, ticket in self._tickets.items() if key[0] != worker}
+                self._waiting = deque(
+                    entry for entry in self._waiting if not isinstance(entry[0], Tell) or entry[0].worker != worker
+                )
+                self._send(Exited(self.number, worker, message.reason, message.tail), ())
+            elif isinstance(message, Stack):
+                self._send(StackTrace(self.number, worker, message.text), ())
+            else:
+                self._heard(worker, message)
+
+    def _heard(self, worker: int, message: int | Raw) -> None:
+        request = message if isinstance(message, int) else message.request
+        if request == self._ring and worker in self._ringing:
+            self._ringing[worker] = message
+            if all(answer is not None for answer in self._ringing.values()):
+                self._send_ring()
+            return
+        self._answer(worker, message)
+
+    def _answer(self, worker: int, message: int | Raw) -> None:
+        if isinstance(message, int):
+            message = Raw(message, True, self._slots[worker], b"")
+        ticket = self._tickets.get((worker, message.request))
+        frames: list[Any] = [message.body]
+        if ticket is not None:
+            if message.last:
+                del self._tickets[worker, message.request]
+            if ticket.brings == "rows":
+                assert self._buffers is not None
+                frames.append(read_rows(self._buffers, message.slots))
+            else:
+                assert self._arena is not None
+                columns = slice(ticket.slots[0], ticket.slots[-1] + 1)
+                frames += read_fragment(self._arena.sides[ticket.side], columns, ticket.num_steps)
+        self._send(Answer(self.number, worker, message.request, message.last, message.slots), frames)
+
+    def _send_ring(self) -> None:
+        assert self._block is not None
+        answers = {worker: m for worker, m in self._ringing.items() if isinstance(m, Raw)}
+        self._ringing = {}
+        rows = self._block.read_rows()
+        bodies = [answer.body for answer in answers.values()]
+        self._send(Rung(self.number, self._ring, tuple(answers)), [rows, *bodies])
+
+    def _flush_ring(self) -> None:
+        """A worker is gone, before or in the middle of a whole step: the others' rows go one by one."""
+        ringing, self._ringing = self._ringing, {}
+        for worker, message in ringing.items():
+            self._tickets[worker, self._ring] = _Ticket("rows", self._slots[worker], 0, 0)
+            if message is not None:
+                self._answer(worker, message)
+
+    def _output(self, local: int, text: str) -> None:
+        self._send(Output(self.number, self._global[local], text), ())
+
+    # -- the rest ---------------------------------------------------------------------------------------------
+
+    def progress(self) -> list[tuple[int, int, int, int, int]]:
+        return [
+            (worker, self._crew.pid(i) or 0, *self._crew.progress(i))
+            for i, worker in enumerate(self._global)
+            if self._crew.is_running(i)
+        ]
+
+    def stop_early(self) -> None:
+        self._crew.stop_early()
+
+    def close(self, timeout_s: float) -> None:
+        self._buffers = self._block = self._arena = None
+        self._crew.close(timeout_s)
+
+
+class _Entry(NamedTuple):
+    """What the fork server looks at of an `EnvSpec`: which module to import before it forks."""
+
+    entry_point: str

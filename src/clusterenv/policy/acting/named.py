@@ -1,0 +1,68 @@
+"""A policy that travels as a name: for nodes that take no pickled code.
+
+The node imports the class, makes one with plain arguments, and finds out by itself how it acts; weights follow as
+arrays. Only classes that are policies are made: anything else that can be imported could be asked to do anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any, NamedTuple
+
+from gymnasium import Space
+
+from clusterenv.errors import PolicyError
+from clusterenv.policy import as_policy
+from clusterenv.policy.acting.base import Policy, Prepared
+
+__all__ = ["Named", "class_at", "named", "prepare_named"]
+
+
+class Named(NamedTuple):
+    """A policy class that the node can import, and how to make one."""
+
+    path: str
+    """`package.module:Class`"""
+    kwargs: dict[str, Any]
+    options: dict[str, Any]
+    """Of `TorchPolicy`."""
+
+
+def named(policy: Policy) -> Named:
+    """How to say this policy to a node; PolicyError where that takes code."""
+    describe = getattr(policy, "describe", None)
+    if describe is None:
+        raise PolicyError(
+            f"allow_pickle=False: {type(policy).__name__} carries code. Use TorchPolicy(module, made_by=(...)) with a "
+            "module class that the nodes can import"
+        )
+    described: Named = describe()
+    class_at(described.path)
+    return described
+
+
+def class_at(path: str) -> type:
+    """The policy class of this name."""
+    module, _, name = path.partition(":")
+    try:
+        found: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PolicyError(f"{path!r} cannot be imported: {error}. Install its package on every node") from error
+    torch = sys.modules.get("torch")
+    is_module = torch is not None and isinstance(found, type) and issubclass(found, torch.nn.Module)
+    if not is_module and not (isinstance(found, type) and issubclass(found, Policy)):
+        raise PolicyError(f"{path!r} is no policy class: expected a subclass of torch.nn.Module")
+    kind: type = found
+    return kind
+
+
+def prepare_named(given: Named, observation_space: Space[Any], action_space: Space[Any]) -> Prepared:
+    made = class_at(given.path)(**given.kwargs)
+    if isinstance(made, Policy):
+        return made.prepare(observation_space, action_space)
+    if not given.options:
+        return as_policy(made).prepare(observation_space, action_space)
+    from clusterenv.policy.acting.torch import TorchPolicy
+
+    return TorchPolicy(made, **given.options).prepare(observation_space, action_space)

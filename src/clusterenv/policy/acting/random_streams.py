@@ -1,0 +1,59 @@
+"""Random numbers of each slot's own: what a slot samples does not depend on which worker runs it, or beside whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from clusterenv.policy.acting.distributions import Noise
+
+__all__ = ["Streams"]
+
+_DOMAIN = 0x706F6C696379  # keeps these streams apart from those that seed environments
+
+
+class Streams:
+    """One generator per slot, begun anew with each incarnation."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._generators: dict[int, tuple[int, np.random.Generator]] = {}
+        self._pickers: dict[int, tuple[int, np.random.Generator]] = {}
+
+    def draw(self, slots: list[int], incarnations: list[int], steps: int, kind: Noise, size: int) -> Any:
+        """Noise [steps, len(slots), size], float32: the next of each slot's stream."""
+        block = np.empty((steps, len(slots), size), dtype=np.float32)
+        for k, (slot, incarnation) in enumerate(zip(slots, incarnations, strict=True)):
+            generator = self._generator(slot, incarnation)
+            if kind == "normal":
+                block[:, k] = generator.standard_normal((steps, size), dtype=np.float32)
+            elif kind == "uniform":
+                block[:, k] = generator.random((steps, size), dtype=np.float32)
+            else:
+                block[:, k] = generator.standard_exponential((steps, size), dtype=np.float32)
+        if kind == "gumbel":
+            np.maximum(block, np.finfo(np.float32).tiny, out=block)
+            np.log(block, out=block)
+            np.negative(block, out=block)
+        return block
+
+    def pick(self, slots: list[int], incarnations: list[int], steps: int, share: int) -> list[tuple[int, int]]:
+        """(t, column) of states to sample for drift: one in `share` of each slot's, at least one; ascending by t."""
+        picked = []
+        for k, (slot, incarnation) in enumerate(zip(slots, incarnations, strict=True)):
+            known = self._pickers.get(slot)
+            if known is None or known[0] != incarnation:
+                sequence = np.random.SeedSequence((_DOMAIN + 1, self._seed, slot, incarnation))
+                known = self._pickers[slot] = (incarnation, np.random.Generator(np.random.PCG64(sequence)))
+            count = max(1, steps // share)
+            picked += [(int(t), k) for t in known[1].choice(steps, size=count, replace=False)]
+        return sorted(picked)
+
+    def _generator(self, slot: int, incarnation: int) -> np.random.Generator:
+        known = self._generators.get(slot)
+        if known is None or known[0] != incarnation:
+            sequence = np.random.SeedSequence((_DOMAIN, self._seed, slot, incarnation))
+            known = (incarnation, np.random.Generator(np.random.PCG64(sequence)))
+            self._generators[slot] = known
+        return known[1]

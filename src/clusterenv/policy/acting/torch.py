@@ -1,0 +1,413 @@
+"""`TorchPolicy`: a torch module acts on the workers' CPUs, in eval mode, while the head's own stays where it is.
+
+The module's structure travels once, its acting weights with each version. Nothing here is imported before a torch
+module is attached.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import Space
+
+from clusterenv.arguments import expect, shown
+from clusterenv.errors import PolicyError
+from clusterenv.policy.acting.base import PAD, Prepared
+from clusterenv.policy.acting.distributions import Family, family_for
+from clusterenv.policy.acting.named import Named, class_at
+from clusterenv.policy.acting.shapes import LOOKED_FOR, candidates, example_for, from_distribution, pack
+from clusterenv.policy.weights.codec import Weights
+from clusterenv.rollout import map_arrays
+
+__all__ = ["TorchPolicy"]
+
+_TOLERANCE = 1e-4
+Forward = Callable[..., Any]
+
+
+class TorchPolicy:
+    """A torch module as a policy.
+
+    Args:
+        module: any `nn.Module`, on any device.
+        dist: how to get a distribution from it. A function `dist(module, obs)` that returns one of
+            `torch.distributions` (recurrent: `dist(module, obs, state, episode_start) -> (distribution, state)`),
+            or the name of one whose parameters are `module(obs)`: "categorical" and "bernoulli" (logits), "normal"
+            and "tanh-normal" (mean, log_std), "deterministic" (the action), "epsilon-greedy" (Q-values).
+            None: the shapes of CleanRL's and Stable-Baselines3's agents are recognised, and checked against the
+            module's own log-probability.
+        acting: prefixes of the `state_dict` that acting needs; the rest never travels. None: all of it, or what is
+            known of a recognised shape.
+        initial_state: recurrent policies: `initial_state(rows)` gives the state before anything was seen, a (nested
+            tuple of) tensor [rows, ...]. Where `episode_start` is 1, `dist` itself goes back to it.
+        action_mask: key of the observation, or of the infos, under which the allowed actions are.
+        made_by: for nodes that take no pickled code (`allow_pickle=False`): how they make such a module themselves, as
+            `("package.module:Class", {arguments})`. `dist` is then None or a name.
+        epsilon, noise: for "epsilon-greedy" and "deterministic"; a number, or one per slot. May be changed any time.
+
+    Observations arrive as tensors [B, ...]: floats and 8-bit images as float32, other integers as they are.
+
+    Example:
+        >>> import torch, clusterenv as ce
+        >>> q_net = torch.nn.Linear(4, 2)
+        >>> policy = ce.TorchPolicy(q_net, dist="epsilon-greedy", epsilon=0.1)
+        >>> with ce.ClusterEnv("CartPole-v1", num_envs=4) as envs:
+        ...     batch = envs.collector(policy, seed=1).rollout(8)
+        >>> batch.transitions().actions.shape
+        (32,)
+    """
+
+    packages = ("torch",)
+
+    def __init__(
+        self,
+        module: Any,
+        dist: Forward | str | None = None,
+        *,
+        acting: Sequence[str] | None = None,
+        initial_state: Callable[[int], Any] | None = None,
+        action_mask: str | None = None,
+        made_by: tuple[str, dict[str, Any]] | None = None,
+        epsilon: Any = 0.0,
+        noise: Any = 0.0,
+    ) -> None:
+        if not isinstance(module, torch.nn.Module):
+            hint = f"; this is the class, write {module.__name__}(...)" if isinstance(module, type) else ""
+            raise PolicyError(f"TorchPolicy(module={shown(module)}): expected a torch.nn.Module{hint}")
+        expect("TorchPolicy", "dist", dist, Callable[..., Any] | str | None)
+        expect("TorchPolicy", "acting", acting, Sequence[str] | None)
+        expect("TorchPolicy", "initial_state", initial_state, Callable[..., Any] | None)
+        expect("TorchPolicy", "action_mask", action_mask, str | None)
+        self.module = module
+        self.epsilon = epsilon
+        self.noise = noise
+        self._dist = dist
+        self._acting = None if acting is None else tuple(acting)
+        self._initial_state = initial_state
+        self._mask = action_mask
+        self._made_by = made_by
+
+    # -- what the collector asks ------------------------------------------------------------------------------
+
+    def prepare(self, observation_space: Space[Any], action_space: Space[Any]) -> Prepared:
+        clone = _snapshot(self.module)
+        obs = _to_tensors(_sample(observation_space))
+        if self._dist is None:
+            forward, family, acting, description = _recognise(clone, obs, action_space)
+        elif isinstance(self._dist, str):
+            family = family_for(self._dist, action_space)
+            forward, acting, description = _call_module, None, f"module(obs) as {family.name}"
+            _check_params(_run(forward, clone, obs), family, description)
+        else:
+            forward, family, description = self._try_dist(clone, obs, action_space)
+            acting = None
+        self._travels = self._names(clone, self._acting or acting)
+        self._verify_acting(clone, forward, obs)
+        recipe = _TorchRecipe(_hollow(clone), forward, self._initial_state, family.num_params, self._travels)
+        return Prepared(recipe, family, self._mask, description, self._initial_state is not None)
+
+    def weights(self) -> Weights:
+        state = self.module.state_dict(keep_vars=True)
+        missing = [name for name in self._travels if name not in state]
+        if missing:
+            raise PolicyError(f"the module has no {missing} any more: its architecture changed; make a new collector")
+        try:
+            return {name: state[name].detach().cpu().numpy() for name in self._travels}
+        except TypeError as error:  # bfloat16, sparse, quantised
+            raise PolicyError(
+                f"a parameter of the module cannot become a numpy array, so it cannot travel: {error}"
+            ) from error
+
+    def token(self) -> Any:
+        state = self.module.state_dict(keep_vars=True)
+        return tuple((id(t), t.data_ptr(), t._version) for t in (state[n] for n in self._travels if n in state))
+
+    def knobs(self) -> dict[str, Any]:
+        return {"epsilon": _plain(self.epsilon), "noise": _plain(self.noise)}
+
+    def describe(self) -> Named:
+        if self._made_by is None:
+            raise PolicyError(
+                "allow_pickle=False: say how nodes can make this module themselves, "
+                'TorchPolicy(module, made_by=("package.module:Class", {...}))'
+            )
+        if callable(self._dist) or self._initial_state is not None:
+            raise PolicyError("allow_pickle=False: dist has to be None or a name, and the policy not recurrent")
+        path, kwargs = self._made_by
+        if class_at(path) is not type(self.module):
+            raise PolicyError(f"made_by={path!r} is not the class of the module, {type(self.module).__qualname__}")
+        acting = None if self._acting is None else list(self._acting)
+        return Named(path, dict(kwargs), {"dist": self._dist, "acting": acting, "action_mask": self._mask})
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _try_dist(self, clone: Any, obs: Any, action_space: Space[Any]) -> tuple[Forward, Family, str]:
+        assert callable(self._dist)
+        recurrent = self._initial_state is not None
+        if recurrent != (len(inspect.signature(self._dist).parameters) >= 4):
+            raise PolicyError(
+                "a recurrent policy needs both initial_state=... and dist(module, obs, state, episode_start); "
+                "others have dist(module, obs)"
+            )
+        forward = _FromDist(self._dist)
+        try:
+            with torch.inference_mode():
+                if self._initial_state is not None:
+                    state = self._initial_state(PAD)
+                    map_arrays(_check_state, state)
+                    given, _ = self._dist(clone, obs, state, torch.ones(PAD))
+                else:
+                    given = self._dist(clone, obs)
+                name, params = from_distribution(given)
+        except PolicyError:
+            raise
+        except Exception as error:  # the user's own code
+            raise PolicyError(f"dist failed on a batch of {PAD} observations: {error!r}") from error
+        family = family_for(name, action_space)
+        _check_params(params, family, "dist")
+        return forward, family, f"dist function, {family.name}"
+
+    def _names(self, clone: Any, acting: tuple[str, ...] | None) -> tuple[str, ...]:
+        names = tuple(clone.state_dict())
+        if acting is None:
+            return names
+        chosen = tuple(n for n in names if any(n == p or n.startswith(p + ".") for p in acting))
+        for prefix in acting:
+            if not any(n == prefix or n.startswith(prefix + ".") for n in chosen):
+                raise PolicyError(f"acting={prefix!r} names nothing in the module's state_dict: {sorted(names)}")
+        return chosen
+
+    def _verify_acting(self, clone: Any, forward: Forward, obs: Any) -> None:
+        """What does not travel must not matter: poison it, and see whether acting notices."""
+        left_out = [name for name in clone.state_dict() if name not in self._travels]
+        if not left_out:
+            return
+        poisoned = copy.deepcopy(clone)
+        with torch.no_grad():
+            for name, tensor in poisoned.state_dict().items():
+                if name in left_out and tensor.is_floating_point():
+                    tensor.fill_(float("nan"))
+        state = self._initial_state(PAD) if self._initial_state is not None else None
+        params = _run(forward, poisoned, obs, state)
+        if not torch.isfinite(params).all():
+            raise PolicyError(f"acting={self._travels} leaves out weights that acting needs, among {left_out}")
+
+
+@dataclass
+class _TorchRecipe:
+    module: Any
+    forward: Forward
+    state_fn: Callable[[int], Any] | None
+    num_params: int
+    names: tuple[str, ...]
+
+    def build(self) -> _TorchActor:
+        _fill(self.module)
+        return _TorchActor(self)
+
+
+class _TorchActor:
+    def __init__(self, recipe: _TorchRecipe) -> None:
+        self._module = recipe.module.eval()
+        _call_layers_directly(self._module)
+        self._forward = recipe.forward
+        self._state_fn = recipe.state_fn
+        self._num_params = recipe.num_params
+
+    def load(self, weights: Weights) -> None:
+        state = self._module.state_dict()
+        with torch.no_grad():
+            for name, array in weights.items():
+                if tuple(state[name].shape) != array.shape:
+                    raise PolicyError(
+                        f"the weights {name!r} have shape {array.shape}, the module that was attached has "
+                        f"{tuple(state[name].shape)}: its architecture changed; make a new collector"
+                    )
+                state[name].copy_(torch.from_numpy(np.array(array)))
+
+    def forward(self, obs: Any, state: Any, starts: Any) -> tuple[Any, Any]:
+        # Nothing here wants gradients (`_snapshot`), so no graph is built; entering inference mode would cost more.
+        tensors = _to_tensor(obs) if obs.__class__ is np.ndarray else map_arrays(_to_tensor, obs)
+        if self._state_fn is None:
+            params = self._forward(self._module, tensors)
+        else:
+            started = torch.from_numpy(starts.astype(np.float32))
+            params, state = self._forward(self._module, tensors, state, started)
+        if params.__class__ is tuple or params.dim() != 2:
+            params = pack(params)
+        return params.numpy(), state
+
+    def initial_state(self, rows: int) -> Any:
+        return None if self._state_fn is None else self._state_fn(rows)
+
+    def like_state(self, state: Any) -> Any:
+        return map_arrays(torch.from_numpy, state)
+
+
+class _FromDist:
+    """A user's `dist` as a forward pass."""
+
+    def __init__(self, dist: Forward) -> None:
+        self._dist = dist
+
+    def __call__(self, module: Any, obs: Any, *recurrent: Any) -> Any:
+        if recurrent:
+            given, state = self._dist(module, obs, *recurrent)
+            return from_distribution(given)[1], state
+        return from_distribution(self._dist(module, obs))[1]
+
+
+def _call_layers_directly(module: Any) -> None:
+    """In plain sequences, skip what `Module.__call__` does for hooks: a fifth of a small network's forward pass."""
+    for sequence in module.modules():
+        if type(sequence) is torch.nn.Sequential and not any(
+            layer._forward_hooks or layer._forward_pre_hooks for layer in sequence
+        ):
+            sequence.forward = _Chain([layer.forward for layer in sequence])  # type: ignore[method-assign]
+
+
+class _Chain:
+    def __init__(self, calls: list[Callable[[Any], Any]]) -> None:
+        self._calls = calls
+
+    def __call__(self, value: Any) -> Any:
+        for call in self._calls:
+            value = call(value)
+        return value
+
+
+def _call_module(module: Any, obs: Any) -> Any:
+    return module(obs)
+
+
+def _recognise(clone: Any, obs: Any, action_space: Space[Any]) -> tuple[Forward, Family, tuple[str, ...] | None, str]:
+    tried = []
+    for shape in candidates(clone, action_space):
+        try:
+            family = family_for(shape.family, action_space)
+            params = _run(shape.forward, clone, obs)
+            _check_params(params, family, shape.name)
+            difference = _difference(shape.own_logprob, clone, obs, family, params)
+        except Exception as error:  # a shape that does not fit fails in whatever way the module's code fails
+            tried.append(f"{shape.name}: {type(error).__name__}: {error}")
+            continue
+        if difference <= _TOLERANCE:
+            checked = "its log-probability agrees with the module's own" if shape.own_logprob else "not checked"
+            return shape.forward, family, shape.acting, f"{shape.name}, {family.name}, fast path ({checked})"
+        tried.append(f"{shape.name}: its log-probability differs from the module's own by {difference:.2g}")
+    raise PolicyError(
+        f"{type(clone).__name__} has none of the known shapes. Looked for: {LOOKED_FOR}. "
+        + (f"Tried: {'; '.join(tried)}. " if tried else "")
+        + f"Say how it acts: TorchPolicy(module, dist=lambda module, obs: {example_for(action_space)})"
+    )
+
+
+def _difference(own: Any, clone: Any, obs: Any, family: Family, params: Any) -> float:
+    if own is None:
+        return 0.0
+    noise = np.random.default_rng(0).standard_normal((PAD, family.noise_size), dtype=np.float32)
+    actions, _ = family.choose(params.numpy(), noise, {})
+    with torch.no_grad():
+        theirs = own(clone, obs, torch.from_numpy(np.ascontiguousarray(actions)))
+    return float(np.abs(theirs.numpy().reshape(-1) - family.score(params.numpy(), noise, actions, {})).max())
+
+
+def _run(forward: Forward, module: Any, obs: Any, state: Any = None) -> Any:
+    try:
+        with torch.inference_mode():
+            if state is not None:
+                return pack(forward(module, obs, state, torch.ones(PAD))[0])
+            return pack(forward(module, obs))
+    except Exception as error:  # the user's own code
+        raise PolicyError(f"the module failed on a batch of {PAD} observations: {error!r}") from error
+
+
+def _check_params(params: Any, family: Family, what: str) -> None:
+    if tuple(params.shape) != (PAD, family.num_params):
+        raise PolicyError(
+            f"{what}: the policy gave {tuple(params.shape)} numbers for {PAD} observations; a {family.name} policy "
+            f"over this action space needs {(PAD, family.num_params)}"
+        )
+
+
+def _check_state(leaf: Any) -> None:
+    if leaf.shape[:1] != (PAD,):
+        raise PolicyError(
+            f"initial_state({PAD}) gave a tensor of shape {tuple(leaf.shape)}: its first axis must be the rows, "
+            "[rows, ...]; turn it around inside dist where the module wants [layers, rows, ...]"
+        )
+
+
+def _snapshot(module: Any) -> Any:
+    try:
+        clone = copy.deepcopy(module).cpu().eval()
+    except Exception as error:  # copying runs user code too
+        raise PolicyError(f"the module cannot be copied, so it cannot travel: {error!r}") from error
+    for parameter in clone.parameters():
+        parameter.requires_grad_(False)
+        parameter.grad = None
+    return clone
+
+
+def _hollow(module: Any) -> Any:
+    """The module without its weights: they travel with each version, and once per machine, not with every worker."""
+    places: dict[int, Any] = {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and name not in part._non_persistent_buffers_set:
+                    if id(tensor) not in places:
+                        places[id(tensor)] = tensor.to("meta")
+                    tensors[name] = places[id(tensor)]
+    return module
+
+
+def _fill(module: Any) -> None:
+    places: dict[int, Any] = {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    if id(tensor) not in places:
+                        # Not zeros_like: of a meta tensor it imports sympy, half a second for each worker.
+                        places[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                        places[id(tensor)].zero_()
+                    filled = places[id(tensor)]
+                    tensors[name] = torch.nn.Parameter(filled, False) if tensors is part._parameters else filled
+
+
+def _sample(space: Space[Any]) -> Any:
+    """PAD observations of the space, batched, the same at every call."""
+    own = copy.deepcopy(space)
+    own.seed(0)
+    return _stack([own.sample() for _ in range(PAD)])
+
+
+def _stack(items: list[Any]) -> Any:
+    first = items[0]
+    if isinstance(first, dict):
+        return {key: _stack([item[key] for item in items]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(_stack(list(parts)) for parts in zip(*items, strict=True))
+    return np.stack([np.asarray(item) for item in items])
+
+
+def _to_tensors(obs: Any) -> Any:
+    return map_arrays(_to_tensor, obs)
+
+
+def _to_tensor(array: Any) -> Any:
+    tensor = torch.from_numpy(array)
+    if tensor.dtype in (torch.float64, torch.float16, torch.uint8, torch.bool):
+        return tensor.float()
+    return tensor
+
+
+def _plain(value: Any) -> Any:
+    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,1 @@
+"""When weights travel."""

@@ -1,0 +1,146 @@
+"""The policy's versions at the head: what is newest, what it weighs, and how far older ones have drifted from it.
+
+`publish` is cheap and may be called after each gradient step: weights are copied out only when somebody is to get them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+
+from clusterenv.policy.acting.base import PAD, Actor, Policy, pad_rows
+from clusterenv.policy.acting.distributions import Family, mask_logits
+from clusterenv.policy.sync.divergence import divergence
+from clusterenv.policy.sync.drift import Drift, DriftTable
+from clusterenv.policy.weights import codec
+from clusterenv.rollout import map_arrays
+
+__all__ = ["REPLAY", "Publisher"]
+
+REPLAY = 16
+"""Recurrent policies: drift is measured within so many steps of a fragment's start, by replaying them."""
+
+
+class Publisher:
+    def __init__(self, policy: Policy, recipe: bytes, family: Family) -> None:
+        self._policy = policy
+        self._recipe = recipe
+        self.version = -1
+        """Number of the newest version."""
+        self.data = b""
+        """Its weights, encoded."""
+        self._token: Any = None
+        self._digest = ""
+        self._of_data = -1  # version of `data`
+        self._is_behind = True  # that is an older one
+        self._kept: dict[int, bytes] = {}  # weights of versions in use
+        self._probe: Actor | None = None
+        self._loaded: bytes | None = None  # weights that the probe has; a version's may differ from node to node
+        self._table = DriftTable(divergence(family), self._forward_newest, self._forward_of)
+
+    # -- versions ---------------------------------------------------------------------------------------------
+
+    def publish(self) -> int:
+        """The agent's weights, if they may have changed, are the newest version from now on; returns its number."""
+        token = self._policy.token()
+        if self.version < 0 or token is None or token != self._token:
+            self._token = token
+            self.version += 1
+            self._is_behind = True
+            if token is None:
+                self.snapshot()
+        return self.version
+
+    def snapshot(self) -> int:
+        """Copy the newest version's weights out; unchanged content is no new version."""
+        if self._is_behind:
+            data = codec.encode(self._policy.weights())
+            name = codec.digest(data)
+            if name == self._digest:
+                self.version = self._of_data
+            else:
+                self.data, self._digest, self._of_data = data, name, self.version
+            self._is_behind = False
+        return self.version
+
+    def resume(self, version: int) -> None:
+        """Versions of an earlier run go before those of this one."""
+        self.version = version
+        self._token, self._digest, self._is_behind = None, "", True
+        self._table.clear()
+
+    # -- drift ------------------------------------------------------------------------------------------------
+
+    def note(self, version: int, obs: Any, params: Any) -> None:
+        """States that `version` visited, and what it gave for them."""
+        self._table.add(version, obs, params)
+
+    def note_begin(self, obs: Any) -> None:
+        """States that episodes begin with."""
+        self._table.add_begin({"obs": obs})
+
+    def drift(self, version: int, knobs: dict[str, Any]) -> Drift | None:
+        """Of `version` from the newest; None where nothing is known."""
+        self.snapshot()
+        return self._table.drift(version, self.version, knobs)
+
+    def distance(self, weights: bytes, version: int, knobs: dict[str, Any]) -> Drift | None:
+        """Of these weights from the newest, over states that `version` visited; None where none is known."""
+        self.snapshot()
+        return self._table.distance(version, lambda rows: self._run(weights, rows), knobs)
+
+    def keep(self, held: dict[int, bytes]) -> None:
+        """Which versions nodes have, and their weights; others are forgotten."""
+        self._kept = held
+        self._table.keep(set(held))
+
+    def _forward_newest(self, rows: Any) -> Any:
+        return self._run(self.data, rows)
+
+    def _forward_of(self, version: int, rows: Any) -> Any | None:
+        weights = self._kept.get(version)
+        return None if weights is None else self._run(weights, rows)
+
+    def _run(self, data: bytes, rows: Any) -> Any:
+        if self._probe is None:
+            self._probe = pickle.loads(self._recipe).build()  # a copy of its own: the learner's module is not touched
+        actor: Actor = self._probe
+        if self._loaded is not data:
+            actor.load(codec.decode(data))
+            self._loaded = data
+        params = _replay(actor, rows) if "state" in rows else _forward(actor, rows["obs"])
+        return mask_logits(params, rows["mask"]) if "mask" in rows else params
+
+
+def _forward(actor: Actor, obs: Any) -> Any:
+    count = _rows_of(obs)
+    starts = np.ones(count + -count % PAD, dtype=np.bool_)
+    return actor.forward(pad_rows(obs, count), None, starts)[0][:count]
+
+
+def _replay(actor: Actor, rows: Any) -> Any:
+    """Parameters at step `t` of each row, from the state before its first observation."""
+    count = len(rows["t"])
+    size = count + -count % PAD
+    state = actor.like_state(pad_rows(rows["state"], count))
+    params: Any = None
+    for step in range(rows["starts"].shape[1]):
+        obs = map_arrays(lambda values, step=step: values[:, step], rows["obs"])
+        starts = np.ones(size, dtype=np.bool_)
+        starts[:count] = rows["starts"][:, step]
+        given, state = actor.forward(pad_rows(obs, count), state, starts)
+        if params is None:
+            params = np.zeros_like(given[:count])
+        now = rows["t"] == step
+        params[now] = given[:count][now]
+    return params
+
+
+def _rows_of(obs: Any) -> int:
+    if isinstance(obs, dict):
+        return _rows_of(next(iter(obs.values())))
+    if isinstance(obs, tuple):
+        return _rows_of(obs[0])
+    return len(obs)

@@ -1,0 +1,190 @@
+"""When weights travel: rules as frozen data, decisions as pure functions.
+
+The head tells a node how its version stands to the newest (`Standing`: a few numbers, no weights); the node's rule
+answers whether to pull. A user's own function `rule(standing) -> bool` is evaluated at the head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from clusterenv.arguments import check_fields, closest, expect, refused
+from clusterenv.errors import PolicyError, SpecError
+from clusterenv.policy.acting.distributions import Family
+from clusterenv.policy.sync.divergence import is_kl
+
+__all__ = ["APS", "Always", "Decision", "Every", "Never", "Rule", "Standing", "decide", "fit", "wants_drift"]
+
+
+class Standing(NamedTuple):
+    """How the version that a node has stands to the newest."""
+
+    version: int
+    """-1: it has none yet."""
+    latest: int
+    drift: float | None
+    """Mean divergence from the newest, over states that this version visited; None: not known."""
+    drift_se: float | None
+    fragments: int = 0
+    """So many has one of its workers acted with this version."""
+
+    @property
+    def lag(self) -> int:
+        return self.latest - self.version
+
+
+class Decision(NamedTuple):
+    pull: bool
+    reason: str
+    is_overdue: bool = False
+    """The drift alone would not have asked for it."""
+
+
+@dataclass(frozen=True)
+class Always:
+    """Pull whenever there is something newer. In a stream, a newer one may be there before the fragment is."""
+
+
+@dataclass(frozen=True)
+class Every:
+    """Pull at every k-th version."""
+
+    k: int
+
+    def __post_init__(self) -> None:
+        expect("Every", "k", self.k, int, least=1)
+
+
+@dataclass(frozen=True)
+class Never:
+    """Pull once, and never again: a frozen policy."""
+
+
+@dataclass(frozen=True)
+class APS:
+    """Adaptive Policy Synchronization (arXiv 2507.10990): pull when the policy has really diverged.
+
+    Args:
+        threshold: mean KL per state (or its kin, see `divergence`) above which a node pulls; 0.01 unless told. Plain
+            PPO, whose clip is centred on what acted, cannot move farther than about clip² / 2 from it: take at most
+            half of that (0.01 for a clip of 0.2, 0.0025 for 0.1), or learn with `behaviour_weights`.
+        ess: say instead which share of effective samples is to remain, e.g. 0.98; threshold = -ln(ess) / 2.
+        max_lag: pull in any case when so many versions behind.
+        max_fragments: pull in any case when a worker has acted so many fragments with one version: what holds the
+            learner near it must not hold it for ever. None: never.
+        min_updates: not before so many versions behind.
+        z: how many standard errors of the estimate count as drift: more is more cautious.
+
+    Example:
+        >>> import clusterenv as ce
+        >>> round(ce.APS(ess=0.95).delta, 4)
+        0.0256
+    """
+
+    threshold: float | None = None
+    ess: float | None = None
+    max_lag: int | None = None
+    max_fragments: int | None = 64
+    min_updates: int = 1
+    z: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.threshold is not None and self.ess is not None:
+            raise SpecError("APS: threshold and ess say the same thing; give one")
+        if self.threshold is not None and not 0.0 <= self.threshold < math.inf:
+            raise SpecError(f"APS(threshold={self.threshold}): expected a number of 0 or more (a mean KL per state)")
+        if self.ess is not None and not 0.0 < self.ess < 1.0:
+            raise SpecError(f"APS(ess={self.ess}): expected a share between 0 and 1")
+        for name in ("max_lag", "max_fragments"):
+            expect("APS", name, getattr(self, name), int | None, least=1)
+        expect("APS", "min_updates", self.min_updates, int, least=1)
+        expect("APS", "z", self.z, float, least=0)
+
+    def __repr__(self) -> str:
+        """Show the threshold in effect, also where none was given."""
+        first = f"threshold={self.delta:g}" if self.ess is None else f"ess={self.ess:g} (threshold {self.delta:.3g})"
+        names = ("max_lag", "max_fragments", "min_updates", "z")
+        return f"APS({first}, {', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+    @property
+    def delta(self) -> float:
+        """The threshold in effect."""
+        if self.ess is not None:
+            return -0.5 * math.log(self.ess)
+        return 0.01 if self.threshold is None else self.threshold
+
+
+Rule = Always | Every | Never | APS | Callable[[Standing], bool]
+
+
+def fit(rule: Rule, family: Family) -> Rule:
+    """The rule, if it is one and has a meaning for this kind of policy."""
+    _check(rule)
+    if isinstance(rule, APS) and rule.ess is not None and not is_kl(family):
+        raise PolicyError(
+            f"APS(ess=...) has no meaning for a {family.name} policy, whose samples have no density ratio: "
+            "use APS(threshold=...), the share of states whose action changed (epsilon-greedy), or half the "
+            "squared distance of actions over the noise (deterministic)"
+        )
+    return rule
+
+
+def _check(rule: Any) -> None:
+    """Raise SpecError unless this is a rule."""
+    if isinstance(rule, type) or not (isinstance(rule, (Always, Every, Never, APS)) or callable(rule)):
+        hint = f"this is the class, write sync={rule.__name__}(...)" if isinstance(rule, type) else _meant(rule)
+        wanted = "Always(), APS(...), Every(k), Never() or a function of a Standing"
+        raise refused("collector", "sync", rule, wanted, hint)
+
+
+def _meant(rule: Any) -> str:
+    if isinstance(rule, str):
+        name = closest(rule, ("Always", "APS", "Every", "Never"))
+        return f"write sync={name}({'k' * (name == 'Every')})" if name else ""
+    if isinstance(rule, float):
+        return f"write sync=APS(threshold={rule})"
+    return f"write sync=Every({rule})" if isinstance(rule, int) else ""
+
+
+def wants_drift(rule: Rule) -> bool:
+    """Whether the rule looks at the drift at all: measuring it costs a forward pass."""
+    return not isinstance(rule, (Always, Every, Never))
+
+
+def decide(rule: Rule, standing: Standing) -> Decision:
+    """Pull, or not, and why."""
+    lag = standing.lag
+    if standing.version < 0:
+        return Decision(True, "nothing loaded yet")
+    if lag <= 0:
+        return Decision(False, "is the newest")
+    if isinstance(rule, Always):
+        return Decision(True, f"{lag} newer")
+    if isinstance(rule, Every):
+        return Decision(lag >= rule.k, f"{lag} of {rule.k} versions behind")
+    if isinstance(rule, Never):
+        return Decision(False, "never")
+    if isinstance(rule, APS):
+        if lag < rule.min_updates:
+            return Decision(False, f"{lag} of at least {rule.min_updates} versions behind")
+        if rule.max_lag is not None and lag >= rule.max_lag:
+            return Decision(True, f"{lag} versions behind, max_lag={rule.max_lag}")
+        if standing.drift is None:
+            return Decision(True, "drift not known")
+        bound = standing.drift + rule.z * (standing.drift_se or 0.0)
+        if math.isnan(bound):
+            return Decision(True, "drift is not a number")
+        if bound <= rule.delta and rule.max_fragments is not None and standing.fragments >= rule.max_fragments:
+            text = f"{standing.fragments} fragments with one version, as its drift of {standing.drift:.2g} stays below"
+            return Decision(True, f"{text} {rule.delta:.2g}", is_overdue=True)
+        text = f"drift {standing.drift:.4g} + {rule.z:g} x {standing.drift_se or 0.0:.2g}"
+        return Decision(bound > rule.delta, f"{text} {'>' if bound > rule.delta else '<='} {rule.delta:.4g}")
+    try:
+        verdict = bool(rule(standing))
+    except Exception as error:  # the user's own code
+        raise PolicyError(f"the sync rule {rule!r} raised on {standing}: {error!r}") from error
+    return Decision(verdict, f"by {getattr(rule, '__name__', type(rule).__name__)}")

@@ -1,0 +1,1 @@
+"""What the operating system allows and reports."""

@@ -1,0 +1,1 @@
+"""Every message and every encoding; no sockets."""

@@ -1,0 +1,225 @@
+"""How messages between head and worker are framed on their socket pair.
+
+A frame is `<u32 length><u8 kind><body>`. The two messages of the hot loop (`step all your slots`, `done`) carry
+just a request number, those that ask for fragments are msgpack: they cross the network for every fragment. Other bodies
+are pickled, because both ends run on one machine under one user, over an inherited descriptor; but for the answers of a
+node's workers, which go on to the head as plain data (`Raw`).
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import cloudpickle
+import msgspec
+
+from clusterenv.errors import NotPlainError, ProtocolError
+from clusterenv.memory.fragments import ArenaLayout
+from clusterenv.memory.rows import Layout
+from clusterenv.policy.acting.named import Named
+from clusterenv.wire.requests import (
+    Act,
+    Acted,
+    Attach,
+    Build,
+    Built,
+    Call,
+    Close,
+    DriftSamples,
+    Episode,
+    Evaluate,
+    Fault,
+    Finals,
+    FragmentResult,
+    LoadWeights,
+    MapArena,
+    MissingKeys,
+    Rebuild,
+    Reply,
+    Reset,
+    RunFragment,
+    SetAttr,
+    SetPolicy,
+    Step,
+    Sticky,
+)
+
+__all__ = [
+    "FrameReader",
+    "Raw",
+    "encode",
+    "encode_named",
+    "encode_plain",
+    "encode_quick",
+    "open_request",
+    "plain",
+    "with_plain_infos",
+]
+
+_HEAD = struct.Struct("<IB")
+_QUICK = struct.Struct("<IBI")
+_PICKLED, _NUMBER, _PLAIN, _FRAGMENT, _WEIGHTS = range(5)
+_RAW = struct.Struct("<IBH")
+
+
+class Raw(NamedTuple):
+    """An answer that is passed on unopened."""
+
+    request: int
+    last: bool
+    slots: tuple[int, ...]
+    body: bytes
+
+
+def encode_plain(message: Any, other: Literal["refuse", "repr"] = "refuse") -> bytes:
+    """An answer for the network: no pickle. NotPlainError where it holds what is not plain data."""
+    body: bytes = plain().pack(message, other)
+    slots = getattr(message, "slots", ())
+    head = _RAW.pack(message.request, getattr(message, "last", True), len(slots))
+    body = head + struct.pack(f"<{len(slots)}I", *slots) + body
+    return _HEAD.pack(len(body) + 1, _PLAIN) + body
+
+
+def with_plain_infos(result: FragmentResult) -> FragmentResult:
+    """Leave out the infos that are not plain data, and name the first of them."""
+    not_sent: list[str] = []
+
+    def is_plain(key: str, value: Any) -> bool:
+        try:
+            plain().pack({key: value})
+        except NotPlainError as error:
+            not_sent.append(f"info{error}")
+            return False
+        return True
+
+    infos = {key: [entry for entry in entries if is_plain(key, entry[2])] for key, entries in result.infos.items()}
+    infos = {key: entries for key, entries in infos.items() if entries}
+    episodes = [
+        (*episode[:4], {key: value for key, value in episode[4].items() if is_plain(key, value)})
+        for episode in result.episodes
+    ]
+    return result._replace(infos=infos, episodes=episodes, not_sent=not_sent[0] if not_sent else "")
+
+
+@cache
+def plain() -> Any:
+    """The codec of what workers answer."""
+    from gymnasium.spaces import GraphInstance
+    from gymnasium.vector import AutoresetMode
+
+    from clusterenv.wire.infos import Column
+    from clusterenv.wire.plain import Codec
+
+    structs = [Reply, Fault, Built, FragmentResult, Finals, DriftSamples, MissingKeys, Acted, Episode]
+    return Codec([*structs, Column, GraphInstance], [AutoresetMode])
+
+
+def encode(message: NamedTuple) -> bytes:
+    compact = _encode_compact(message)
+    if compact is not None:
+        return compact
+    try:
+        body = pickle.dumps(message, 5)
+    except Exception:  # classes of the user's __main__, lambdas: cloudpickle takes them by value
+        body = cloudpickle.dumps(message, 5)
+    return _HEAD.pack(len(body) + 1, _PICKLED) + body
+
+
+def _encode_compact(message: Any) -> bytes | None:
+    """Requests that come with every fragment, in a quarter of the bytes; None for others."""
+    if type(message) is RunFragment:
+        if any(type(value) not in (int, float) for value in message.knobs.values()):
+            return None  # one for each slot
+        kind = _FRAGMENT
+    elif type(message) is LoadWeights:
+        kind = _WEIGHTS
+    else:
+        return None
+    body = msgspec.msgpack.encode(message)
+    return _HEAD.pack(len(body) + 1, kind) + body
+
+
+@cache
+def _compact() -> dict[int, Any]:
+    kinds = {_FRAGMENT: RunFragment, _WEIGHTS: LoadWeights}
+    return {kind: msgspec.msgpack.Decoder(message).decode for kind, message in kinds.items()}
+
+
+@cache
+def _requests() -> Any:
+    """The codec of requests to workers that unpickle nothing."""
+    from gymnasium.spaces import GraphInstance
+
+    from clusterenv.wire.plain import Codec
+
+    structs = [Sticky, Build, Attach, Act, Step, Reset, Rebuild, Call, SetAttr, SetPolicy, Named]
+    return Codec([*structs, LoadWeights, MapArena, RunFragment, Evaluate, Close, GraphInstance])
+
+
+def encode_named(message: Any) -> bytes:
+    """A request as plain data. NotPlainError where it holds what is not."""
+    compact = _encode_compact(message)
+    if compact is not None:
+        return compact
+    if isinstance(message, (Attach, MapArena)):
+        message = message._replace(layout=msgspec.msgpack.encode(message.layout))
+    body: bytes = _requests().pack(message)
+    return _HEAD.pack(len(body) + 1, _PLAIN) + body
+
+
+def open_request(body: bytes) -> Any:
+    """The other side of `encode_named`."""
+    message = _requests().unpack(body)
+    if isinstance(message, (Attach, MapArena)):
+        kind = Layout if isinstance(message, Attach) else ArenaLayout
+        message = message._replace(layout=msgspec.msgpack.decode(message.layout, type=kind))
+    return message
+
+
+def encode_quick(request: int) -> bytes:
+    return _QUICK.pack(5, _NUMBER, request)
+
+
+def _raw(body: bytes) -> Raw:
+    request, last, count = _RAW.unpack_from(body)
+    end = _RAW.size + 4 * count
+    return Raw(request, bool(last), struct.unpack_from(f"<{count}I", body, _RAW.size), body[end:])
+
+
+class FrameReader:
+    """Bytes in, messages out: an int for a quick frame, else the message."""
+
+    def __init__(self, open_plain: Callable[[bytes], Any] | None = None, allow_pickle: bool = True) -> None:
+        self._buffer = bytearray()
+        self._open_plain = open_plain or _raw
+        self._allow_pickle = allow_pickle
+
+    def feed(self, data: bytes | memoryview) -> list[Any]:
+        if len(data) == 9 and not self._buffer and data[4] == _NUMBER:
+            return [_QUICK.unpack(data)[2]]
+        self._buffer += data
+        messages: list[Any] = []
+        start = 0
+        while len(self._buffer) - start >= 5:
+            length, kind = _HEAD.unpack_from(self._buffer, start)
+            if len(self._buffer) - start < 4 + length:
+                break
+            body = bytes(memoryview(self._buffer)[start + 5 : start + 4 + length])
+            if kind == _NUMBER:
+                messages.append(struct.unpack("<I", body)[0])
+            elif kind == _PLAIN:
+                messages.append(self._open_plain(body))
+            elif kind in (_FRAGMENT, _WEIGHTS):
+                messages.append(_compact()[kind](body))
+            elif self._allow_pickle:
+                messages.append(pickle.loads(body))
+            else:
+                raise ProtocolError("a pickled request, where none is taken")
+            start += 4 + length
+        if start:
+            del self._buffer[:start]
+        return messages

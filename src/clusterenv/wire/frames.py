@@ -1,0 +1,129 @@
+"""Messages to frames and back, with every limit checked before anything is kept.
+
+A message is one run of bytes: the sizes of its parts, its header, its payload. A small one goes as one frame behind a
+prefix, because every frame is encrypted and handed over by itself; of a larger one the payload follows in frames of
+its own, which spares a copy. One of more than half a megabyte goes as pieces `[prefix, bytes]`, because a single huge
+frame would starve the heartbeats of its connection. A piece never mixes with another message of the same sender: pieces
+come in order, and other messages may come between them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+
+from clusterenv.errors import ProtocolError
+from clusterenv.wire.messages import FromHead, FromNode
+
+__all__ = ["CHUNK", "FRAME_LIMIT", "Reader", "head_reader", "node_reader", "to_wire"]
+
+CHUNK = 1 << 19
+FRAME_LIMIT = CHUNK + (1 << 16)
+"""Larger frames are refused by the socket."""
+
+_PREFIX = struct.Struct("<BQ")  # whole or piece, session
+_PIECE = struct.Struct("<BQIIQ")  # .., index, count, total
+_PART, _WHOLE = 1, 2  # 0 was whole in protocols 1 and 2, whose sizes were wider
+_SMALL_LIMIT = 16 << 20
+_INLINE = 1 << 16
+_HEADER = 1024
+_MAX_PARTS = 4096
+
+_encode = msgspec.msgpack.Encoder().encode
+M = TypeVar("M")
+Buffer = bytes | bytearray | memoryview
+
+
+def to_wire(session: int, message: Any, payload: Sequence[Buffer] = ()) -> list[list[Buffer]]:
+    """The wire messages, each a list of frames."""
+    header = _encode(message)
+    sizes = [len(header), *map(len, payload)]
+    total = sum(sizes)
+    table = struct.pack(f"<H{len(sizes)}{'I' if total <= CHUNK + _HEADER else 'Q'}", len(sizes), *sizes)
+    if total <= _INLINE:
+        return [[b"".join([_PREFIX.pack(_WHOLE, session), table, header, *payload])]]
+    if total <= CHUNK + _HEADER:  # a chunk with its header is not cut in two
+        return [[b"".join([_PREFIX.pack(_WHOLE, session), table, header]), *payload]]
+    body = b"".join([table, header, *payload])
+    view, count = memoryview(body), -(-len(body) // CHUNK)
+    return [[_PIECE.pack(_PART, session, i, count, len(body)), view[i * CHUNK : (i + 1) * CHUNK]] for i in range(count)]
+
+
+class Reader(Generic[M]):
+    """Wire messages of one sender in, whole messages out. Raises ProtocolError, and nothing else."""
+
+    def __init__(self, types: Any) -> None:
+        self._decode = msgspec.msgpack.Decoder(types).decode
+        self.limit = _SMALL_LIMIT
+        """Bytes of the largest message that makes sense now."""
+        self._pieces: list[Any] = []
+
+    def read(self, frames: Sequence[Any]) -> tuple[int, M, list[Any]] | None:
+        """(session, message, payload); None while more pieces have to come."""
+        first = frames[0] if frames else b""
+        if len(first) >= _PREFIX.size and first[0] == _WHOLE and len(frames) <= _MAX_PARTS:
+            parts = _cut(memoryview(first)[_PREFIX.size :], "I", frames[1:])
+            return _PREFIX.unpack_from(first)[1], self._header(parts[0]), parts[1:]
+        if len(frames) == 2 and len(first) == _PIECE.size and first[0] == _PART:
+            return self._join(bytes(first), frames[1])
+        raise ProtocolError(f"a message of {len(frames)} frames without a known prefix")
+
+    def _join(self, prefix: bytes, piece: Any) -> tuple[int, M, list[Any]] | None:
+        _, session, index, count, total = _PIECE.unpack(prefix)
+        if total > self.limit:
+            self._pieces = []
+            raise ProtocolError(f"a message of {total} bytes, where {self.limit} is the most that makes sense")
+        expected = min(CHUNK, total - index * CHUNK)
+        if index != len(self._pieces) or count != -(-total // CHUNK) or len(piece) != expected:
+            self._pieces = []
+            raise ProtocolError("a piece that does not follow the one before it")
+        self._pieces.append(piece)
+        if len(self._pieces) < count:
+            return None
+        body, self._pieces = memoryview(b"".join(self._pieces)), []
+        parts = _cut(body, "Q")
+        return session, self._header(parts[0]), parts[1:]
+
+    def _header(self, data: Any) -> M:
+        try:
+            message: M = self._decode(data)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"a header that is none: {error}") from None
+        return message
+
+
+def _cut(body: memoryview, unit: Literal["I", "Q"], others: Sequence[Any] = ()) -> list[Any]:
+    """The parts of a message, whose sizes are in such units; all but the first may be frames of their own."""
+    if len(body) < 2:
+        raise ProtocolError("a message cut short")
+    (count,) = struct.unpack_from("<H", body)
+    at = 2 + struct.calcsize(f"<{unit}") * count
+    if not 1 <= count <= _MAX_PARTS or at > len(body):
+        raise ProtocolError(f"a message of {count} parts in {len(body)} bytes")
+    sizes = struct.unpack_from(f"<{count}{unit}", body, 2)
+    if others:
+        if at + sizes[0] != len(body) or sizes[1:] != tuple(map(len, others)):
+            raise ProtocolError("parts that do not have the sizes announced")
+        return [body[at:], *others]
+    if at + sum(sizes) != len(body):
+        raise ProtocolError("parts that do not fill their message")
+    parts = []
+    for size in sizes:
+        parts.append(body[at : at + size])
+        at += size
+    return parts
+
+
+def head_reader() -> Reader[FromNode]:
+    """What the head reads."""
+    return Reader(FromNode)
+
+
+def node_reader() -> Reader[FromHead]:
+    """What a node reads; its head may send any amount."""
+    reader: Reader[FromHead] = Reader(FromHead)
+    reader.limit = 1 << 62
+    return reader

@@ -1,0 +1,267 @@
+"""Every message between the head and a worker: requests, and what answers them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from clusterenv.policy.acting.named import Named
+
+__all__ = [
+    "Attach",
+    "Build",
+    "Built",
+    "Call",
+    "Close",
+    "Episode",
+    "Evaluate",
+    "Fault",
+    "FragmentResult",
+    "LoadWeights",
+    "MapArena",
+    "MissingKeys",
+    "Reply",
+    "Reset",
+    "RunFragment",
+    "Rebuild",
+    "SetAttr",
+    "SetPolicy",
+    "Step",
+]
+
+
+class Sticky(NamedTuple):
+    """A `set_attr` or `call` to repeat on every later incarnation of a slot."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    is_call: bool
+
+
+class Build(NamedTuple):
+    """Make the environments of these slots; answered by `Built`."""
+
+    request: int
+    slots: list[int]
+    seeds: list[int]
+    """For vector factories, which are seeded when they are made."""
+    make: bool = True
+    """False for a replacement, whose environments are made by `Rebuild`."""
+
+
+class Attach(NamedTuple):
+    """The layout of the shared memory; not answered."""
+
+    layout: Any
+    observation_space: Any
+    action_space: Any
+
+
+class Act(NamedTuple):
+    knobs: dict[str, Any]
+    incarnations: list[int]
+
+
+class Acted(NamedTuple):
+    """What the policy did in one step; one entry per slot."""
+
+    slots: list[int]
+    actions: Any
+    logprobs: Any
+    version: int
+
+
+class Step(NamedTuple):
+    """Step these slots. `actions` holds them where they cannot lie in shared memory."""
+
+    request: int
+    slots: list[int]
+    actions: list[Any] | None
+    act: Act | None = None
+    """Where the worker's policy chooses the actions."""
+
+
+class Reset(NamedTuple):
+    request: int
+    slots: list[int]
+    seeds: list[int | None]
+    options: dict[str, Any] | None
+
+
+class Rebuild(NamedTuple):
+    """Make the environments of these slots anew (incarnation, sticky attributes, seed), then reset them."""
+
+    request: int
+    slots: list[int]
+    incarnations: list[int]
+    seeds: list[int | None]
+    options: dict[str, Any] | None
+    stickies: list[list[Sticky]]
+
+
+class Call(NamedTuple):
+    request: int
+    slots: list[int]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class SetAttr(NamedTuple):
+    request: int
+    slots: list[int]
+    name: str
+    values: list[Any]
+
+
+class SetPolicy(NamedTuple):
+    """From now on this policy acts; its weights follow."""
+
+    request: int
+    recipe: bytes | Named
+    """A cloudpickled `Recipe`, or how the worker makes the policy itself."""
+    family: Any
+    """None with a `Named`: the worker finds out."""
+    mask: str | None
+    seed: int
+    info_keys: tuple[str, ...]
+
+
+class LoadWeights(NamedTuple):
+    """Weights lie in the shared memory for them."""
+
+    request: int
+    version: int
+    offset: int
+    size: int
+
+
+class MapArena(NamedTuple):
+    """The layout of the shared memory for fragments; not answered."""
+
+    layout: Any
+
+
+class RunFragment(NamedTuple):
+    """Act and step for so many steps; answered by a `Reply` whose result is a `FragmentResult`."""
+
+    request: int
+    num_steps: int
+    side: int
+    knobs: dict[str, Any]
+    incarnations: list[int]
+    sample_every: int = 0
+    """One state in so many of each slot's is sampled for drift; 0: none."""
+    sample_within: int | None = None
+    """Only of the first so many steps: a recurrent policy is replayed from its state at row 0."""
+
+
+class DriftSamples(NamedTuple):
+    """What the acting policy gave for some of the fragment's states."""
+
+    t: Any  # [m]
+    columns: Any  # [m]
+    params: Any  # [m, P] float32
+
+
+class Finals(NamedTuple):
+    """The true last observations of episodes that ended."""
+
+    t: Any  # [F]
+    columns: Any  # [F]
+    leaves: list[Any]  # [F, ...] each, in the order of the space's leaves
+
+
+class FragmentResult(NamedTuple):
+    """What a fragment holds beside its arrays. Columns are counted within the worker."""
+
+    num_steps: int
+    """Fewer than asked for only where the policy failed."""
+    version: int
+    finals: Finals
+    episodes: list[tuple[int, int, float, int, dict[str, Any]]]
+    """(t, column, return, length, final info) of those that were collected from their start."""
+    infos: dict[str, list[tuple[int, int, Any]]]
+    initial_state: Any
+    policy_error: tuple[str, str] | None
+    """(what, traceback)"""
+    samples: DriftSamples | None
+    env_s: float
+    policy_s: float
+    step_s: Any = None
+    """[K] seconds of a step of each environment, float32; None where none was timed."""
+    not_sent: str = ""
+    """Which info was left out because it is not plain data, and why; "" where none was."""
+
+
+class MissingKeys(NamedTuple):
+    """Keys that no info had by the end of an episode; instead of infos in the answer to a fragment, and once only."""
+
+    mask: str | None
+    """Of the action masks."""
+    info_keys: list[str]
+    seen: list[str]
+
+
+class Evaluate(NamedTuple):
+    """Play these episodes; answered by a `Reply` whose result is a list of `Episode`."""
+
+    request: int
+    episodes: list[int]
+    seed: int
+    deterministic: bool
+    record: int
+    """Episodes below this number bring their frames back."""
+    knobs: dict[str, Any]
+    stickies: list[list[Sticky]]
+    """For each slot of the worker: attributes and calls that its environments have."""
+    stickies_epoch: int
+    """Changes with `stickies`: environments of an earlier one are made anew."""
+
+
+class Episode(NamedTuple):
+    number: int
+    total: float
+    length: int
+    frames: list[Any] | None
+
+
+class Close(NamedTuple):
+    request: int
+
+
+class Fault(NamedTuple):
+    """An environment raised, or returned what its spaces do not allow; its slot has none now."""
+
+    slot: int
+    phase: str
+    error: str
+    traceback: str
+    seed: int | None
+    incarnation: int
+    step: int
+
+
+class Built(NamedTuple):
+    request: int
+    observation_space: Any
+    action_space: Any
+    metadata: dict[str, Any]
+    render_mode: str | None
+    odd_slot: int | None
+    """First slot whose spaces differ from those of this worker's first slot."""
+    odd_spaces: Any
+    faults: list[Fault]
+
+
+class Reply(NamedTuple):
+    """Rows of these slots lie in shared memory, or the results of a call."""
+
+    request: int
+    slots: list[int]
+    infos: Any = None
+    objects: list[tuple[int, list[Any]]] | None = None
+    faults: list[Fault] = []  # noqa: RUF012  never mutated: NamedTuple default
+    result: Any = None
+    last: bool = True
+    """False while more rows of the same request will follow."""

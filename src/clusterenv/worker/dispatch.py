@@ -1,0 +1,96 @@
+"""Requests to what carries them out: the same in a worker process and in the caller's own (`Local(workers=0)`)."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.memory.rows import Buffers
+from clusterenv.spec import Vector
+from clusterenv.wire.requests import (
+    Attach,
+    Build,
+    Call,
+    Close,
+    Evaluate,
+    LoadWeights,
+    MapArena,
+    Rebuild,
+    Reply,
+    Reset,
+    RunFragment,
+    SetAttr,
+    SetPolicy,
+    Step,
+)
+from clusterenv.worker.act_and_step import FragmentLoop
+from clusterenv.worker.envs import EnvGroup
+from clusterenv.worker.vector_env import VectorGroup
+
+__all__ = ["Dispatcher", "Memory"]
+
+
+class Memory(Protocol):
+    """What head and worker share, mapped when it is first needed."""
+
+    def rows(self) -> mmap.mmap | bytearray: ...
+    def fragments(self) -> mmap.mmap: ...
+    def weights(self) -> memoryview: ...
+
+
+class Dispatcher:
+    def __init__(
+        self, makers: Any, mode: AutoresetMode | None, check: bool, progress: memoryview, memory: Memory
+    ) -> None:
+        self._memory = memory
+        self._loop: FragmentLoop | None = None
+        self.group: EnvGroup | VectorGroup = (
+            VectorGroup(makers, mode, check, progress)
+            if isinstance(makers, Vector)
+            else EnvGroup(makers, mode or AutoresetMode.NEXT_STEP, check, progress)
+        )
+
+    def handle(self, message: Any, flush: Callable[[Reply], None]) -> Any:
+        """The reply, or None where there is none."""
+        group = self.group
+        if isinstance(message, int):
+            return group.step_all(message) or message
+        if isinstance(message, RunFragment):
+            return self._fragments.run(message)
+        if isinstance(message, Step):
+            return group.step(message, flush) if message.act is None else self._fragments.step(message, flush)
+        if isinstance(message, (Reset, Rebuild)):
+            return group.reset(message)
+        if isinstance(message, (Call, SetAttr)):
+            return group.call(message)
+        if isinstance(message, LoadWeights):
+            return self._fragments.load(message, self._memory.weights())
+        if isinstance(message, SetPolicy):
+            return self._fragments.set_policy(message)
+        if isinstance(message, Evaluate):
+            return self._fragments.evaluate(message)
+        if isinstance(message, MapArena):
+            return self._fragments.map_arena(message.layout, self._memory.fragments())
+        if isinstance(message, Build):
+            return group.build(message)
+        if isinstance(message, Attach):
+            group.attach(Buffers(message.layout, self._memory.rows()), message.observation_space, message.action_space)
+            if isinstance(group, EnvGroup):
+                self._loop = FragmentLoop(group, message.observation_space, message.action_space)
+            return None
+        assert isinstance(message, Close), message
+        self.close()
+        return Reply(message.request, [])
+
+    @property
+    def _fragments(self) -> FragmentLoop:
+        assert self._loop is not None, "a policy came before the environments"
+        return self._loop
+
+    def close(self) -> None:
+        self.group.close()
+        if self._loop is not None:
+            self._loop.close()

@@ -1,0 +1,450 @@
+"""The environments of one worker, stepped in a plain loop that writes straight into the buffers.
+
+Enters: requests of `messages`. Leaves: rows in `Buffers` and a `Reply`. No process, socket or signal in here, so
+the same group runs inside a worker process and in the caller's own (`Local(workers=0)`).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space, iterate
+
+from clusterenv.memory.rows import Buffers, assemble, bad_rows, block_writer, finite_checker, leaves_of, row_writer
+from clusterenv.spec import refuse_other
+from clusterenv.wire import infos as info_columns
+from clusterenv.wire.requests import Build, Built, Call, Fault, Rebuild, Reply, Reset, SetAttr, Step, Sticky
+
+__all__ = ["Caught", "EnvGroup", "apply_stickies", "INIT", "RESET", "STEP", "CALL", "POLICY", "PHASES"]
+
+INIT, RESET, STEP, CALL, POLICY = range(5)
+PHASES = ("init", "reset", "step", "call", "policy")
+
+TIMED_EVERY = 32
+"""Every so many steps the environments are timed, to name slow ones; always would cost 2 % on CartPole."""
+
+_FLUSH_AFTER_S = 0.001
+"""A partial request answers with the rows it has after this time: fast environments answer once, slow ones each."""
+
+Caught = (Exception, SystemExit)
+"""What user code may raise without taking the worker along; `sys.exit()` in a simulator is not the worker's."""
+
+
+class EnvGroup:
+    """Environments of the slots `first .. first + len - 1`.
+
+    Args:
+        makers: one function per slot of the whole pool.
+        progress: two ints, (slot, phase), that say what is running; read by the head when a call takes long.
+    """
+
+    def __init__(self, makers: list[Callable[[], Any]], mode: AutoresetMode, check: bool, progress: memoryview) -> None:
+        self.makers = makers
+        self._mode = mode
+        self.check = check
+        self.at = progress
+        self.first = 0
+        self.envs: list[Any] = []
+        self.steps: list[Callable[[Any], Any]] = []
+        self.ended: list[bool] = []  # the next step of this environment is a reset
+        self._seeds: list[int | None] = []
+        self._incarnations: list[int] = []
+        self.moved: set[int] | None = None  # slots not where the last fragment left them; None: all
+        self.recent: dict[int, dict[str, Any]] = {}  # infos since the last fragment: a policy may find masks there
+        self.clock = 0  # whole steps of all environments
+        self.began: list[int] = []  # by the clock, when each episode began: a fault names its step
+        self._ticks = 0
+
+    # -- building ---------------------------------------------------------------------------------------------
+
+    def build(self, request: Build) -> Built:
+        slots = request.slots
+        self.first = slots[0]
+        count = len(slots)
+        self.envs = [None] * count
+        self.steps = [_gone] * count
+        self.ended = [False] * count
+        self._seeds = [None] * count
+        self._incarnations = [0] * count
+        self.began = [0] * count
+        if not request.make:
+            return Built(request.request, None, None, {}, None, None, None, [])
+        for slot in slots:
+            try:
+                self._make(slot, [])
+            except Caught as error:
+                return Built(request.request, None, None, {}, None, None, None, [self.fault(slot, INIT, error)])
+        env = self.envs[0]
+        odd_slot, odd = None, None
+        for slot, other in zip(slots[1:], self.envs[1:], strict=True):
+            if (other.observation_space, other.action_space) != (env.observation_space, env.action_space):
+                odd_slot, odd = slot, (other.observation_space, other.action_space)
+                break
+        return Built(
+            request.request,
+            env.observation_space,
+            env.action_space,
+            dict(env.metadata),
+            env.render_mode,
+            odd_slot,
+            odd,
+            [],
+        )
+
+    def _make(self, slot: int, stickies: list[Sticky]) -> None:
+        k = slot - self.first
+        self.at[0], self.at[1] = slot, INIT
+        env = self.makers[slot]()
+        refuse_other(env, self.makers[slot])
+        self.envs[k] = env
+        self.steps[k] = env.step
+        apply_stickies(env, stickies)
+
+    def attach(self, buffers: Buffers, observation_space: Any, action_space: Any) -> None:
+        self.buffers = buffers
+        self._write = row_writer(observation_space, buffers)
+        self._action_space = action_space
+        self._shared_actions = buffers.layout.actions_are_shared
+        self._one_action_leaf = len(buffers.layout.actions) == 1 and not buffers.layout.actions[0].path
+        first, last = self.first, self.first + len(self.envs)
+        self.slots = list(range(first, last))
+        self.rows = slice(first, last)
+        self._write_block = block_writer(observation_space, buffers, self.rows)
+        self._finite = finite_checker(buffers, self.rows)
+        self._reward: Any = buffers.reward.data  # a memoryview, set faster than an element of an array
+        self._reward_rows = buffers.reward[self.rows]
+        self._terminated_rows, self._truncated_rows = buffers.terminated[self.rows], buffers.truncated[self.rows]
+        self._side_bytes = buffers.side.data[self.rows]
+        self._all_old, self._all_new = bytes(len(self.slots)), bytes([1]) * len(self.slots)
+        self._batch_space = batch_space(self._action_space, len(self.envs)) if self._shared_actions else None
+
+    # -- the hot loop -----------------------------------------------------------------------------------------
+
+    def step_all(self, request: int) -> Reply | None:
+        """Step every environment; None stands for "nothing but rows"."""
+        self._ticks += 1
+        self.moved = None
+        sides = self._side_bytes.tobytes()
+        if sides == self._all_old:
+            side: int | None = 1
+        else:
+            side = 0 if sides == self._all_new else None
+        if side is None or self._write_block is None or self._ticks % TIMED_EVERY == 0:
+            return self._step(request, self.slots, self._actions(self.rows), None)
+
+        at, reward_out, first = self.at, self._reward, self.first
+        ended, began, clock = self.ended, self.began, self.clock
+        same_step = self._mode is AutoresetMode.SAME_STEP
+        self._terminated_rows.fill(False)
+        self._truncated_rows.fill(False)
+        infos: list[tuple[int, dict[str, Any]]] = []
+        faults: list[Fault] = []
+        block: list[Any] = []
+        add = block.append
+        at[1] = STEP
+        for slot, over, step, action in zip(self.slots, ended, self.steps, self._actions(self.rows), strict=True):
+            at[0] = slot
+            try:
+                if over:
+                    at[1] = RESET
+                    k = slot - first
+                    obs, info = self.envs[k].reset()
+                    reward_out[slot] = 0.0
+                    ended[k] = False
+                    began[k] = clock + 1
+                    at[1] = STEP
+                else:
+                    obs, reward_out[slot], terminated, truncated, info = step(action)
+                    if terminated or truncated:
+                        self._terminated_rows[slot - first] = terminated
+                        self._truncated_rows[slot - first] = truncated
+                        if same_step:
+                            obs, info = self._restart(slot - first, slot, side, obs, info, clock + 1)
+                        else:
+                            ended[slot - first] = True
+                add(obs)
+                if info:
+                    infos.append((slot, info))
+            except Caught as error:
+                faults.append(self.fault(slot, at[1], error, clock + 1 - began[slot - first]))
+                at[1] = STEP
+        self.clock = clock + 1
+
+        if len(block) != len(ended) or not self._write_block(side, block):
+            self._write_each(self.slots, side, block, faults)
+        if self.check and not self._finite(side):
+            self._check_rows(self.slots, [side] * len(ended), faults)
+        if infos:
+            self.recent.update(infos)
+        if not infos and not faults:
+            return None
+        return self._reply(request, self.slots, infos, [], faults)
+
+    def step(self, request: Step, flush: Callable[[Reply], None]) -> Reply:
+        """Step some environments; rows that are done before a slow one go out by `flush`."""
+        slots = request.slots
+        actions = request.actions if request.actions is not None else self._actions(slots)
+        return self._step(request.request, slots, actions, flush) or Reply(request.request, slots)
+
+    def _step(
+        self, request: int, slots: list[int], actions: Iterable[Any], flush: Callable[[Reply], None] | None
+    ) -> Reply | None:
+        """`step_all` for any slots, any space and any sides, and timed: the same rows, a little slower."""
+        buffers, at, first, clock = self.buffers, self.at, self.first, self.clock
+        self.moved = None
+        sides = (1 - buffers.side[slots]).tolist()
+        buffers.terminated[slots] = False
+        buffers.truncated[slots] = False
+        infos: list[tuple[int, dict[str, Any]]] = []
+        objects: list[tuple[int, list[Any]]] = []
+        faults: list[Fault] = []
+        flushed, flushed_at = 0, time.perf_counter()
+        at[1] = STEP
+        for i, (slot, side, action) in enumerate(zip(slots, sides, actions, strict=True)):
+            k = slot - first
+            at[0] = slot
+            try:
+                if self.ended[k]:
+                    at[1] = RESET
+                    obs, info = self.envs[k].reset()
+                    buffers.reward[slot] = 0.0
+                    self.ended[k] = False
+                    self.began[k] = clock
+                    at[1] = STEP
+                else:
+                    self.began[k] -= 1  # one step further from where it began
+                    start = time.perf_counter()
+                    obs, reward, terminated, truncated, info = self.steps[k](action)
+                    self._note_pace(slot, time.perf_counter() - start)
+                    buffers.reward[slot] = reward
+                    if terminated or truncated:
+                        buffers.terminated[slot] = terminated
+                        buffers.truncated[slot] = truncated
+                        if self._mode is AutoresetMode.SAME_STEP:
+                            obs, info = self._restart(k, slot, side, obs, info, clock)
+                        else:
+                            self.ended[k] = True
+                extra = self._write(side, slot, obs)
+                if extra:
+                    objects.append((slot, extra))
+                if info:
+                    infos.append((slot, info))
+            except Caught as error:
+                faults.append(self.fault(slot, at[1], error))
+                at[1] = STEP
+            if flush and i + 1 < len(slots) and time.perf_counter() - flushed_at > _FLUSH_AFTER_S:
+                self._check_rows(slots[flushed : i + 1], sides[flushed : i + 1], faults)
+                flush(self._reply(request, slots[flushed : i + 1], infos, objects, faults, last=False))
+                infos, objects, faults = [], [], []
+                flushed, flushed_at = i + 1, time.perf_counter()
+        self._check_rows(slots[flushed:], sides[flushed:], faults)
+        if infos:
+            self.recent.update(infos)
+        if flush is None and not infos and not objects and not faults:
+            return None
+        return self._reply(request, slots[flushed:], infos, objects, faults)
+
+    def next_timed(self, num_steps: int) -> int:
+        """Count the steps of a fragment; returns the first of them, from 0, whose environments are to be timed."""
+        first = (-self._ticks - 1) % TIMED_EVERY
+        self._ticks += num_steps
+        return first
+
+    def timed(self, steps: list[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
+        """The same functions, each noting how long it takes."""
+
+        def timed(slot: int, step: Callable[[Any], Any], action: Any) -> Any:
+            start = time.perf_counter()
+            result = step(action)
+            self._note_pace(slot, time.perf_counter() - start)
+            return result
+
+        pairs = zip(self.slots, steps, self.envs, strict=True)
+        return [step if env is None else functools.partial(timed, slot, step) for slot, step, env in pairs]
+
+    def _note_pace(self, slot: int, elapsed_s: float) -> None:
+        pace = self.buffers.pace_s
+        pace[slot] = elapsed_s if pace[slot] == 0.0 else 0.75 * pace[slot] + 0.25 * elapsed_s
+
+    def _write_each(self, slots: list[int], side: int, block: list[Any], faults: list[Fault]) -> None:
+        """Row by row, where the block could not be written at once: somebody failed, or returned something odd."""
+        failed = {fault.slot for fault in faults}
+        for slot, obs in zip([slot for slot in slots if slot not in failed], block, strict=True):
+            try:
+                self._write(side, slot, obs)
+            except ValueError as error:
+                faults.append(self.fault(slot, STEP, error))
+
+    def _restart(
+        self, k: int, slot: int, side: int, obs: Any, info: dict[str, Any], clock: int
+    ) -> tuple[Any, dict[str, Any]]:
+        """SAME_STEP: the episode's last observation and info go beside, the new episode's first take its row."""
+        if self.check:
+            self._write(side, slot, obs)
+            wrong = bad_rows(self.buffers, side, [slot])
+            if wrong:
+                raise ValueError(wrong[0][1])
+        self.at[1] = RESET
+        new_obs, new_info = self.envs[k].reset()
+        self.at[1] = STEP
+        self.began[k] = clock
+        return new_obs, {"final_obs": obs, "final_info": info, **new_info}
+
+    def _actions(self, rows: slice | list[int]) -> Iterable[Any]:
+        # Copied: an environment may keep its last action, and the head overwrites the shared one.
+        blocks = [array[rows].copy() for array in self.buffers.actions]
+        if self._one_action_leaf:
+            only: Iterable[Any] = blocks[0]
+            return only
+        batch = assemble(self._action_space, iter(blocks))
+        return iterate(self._batch_space, batch)  # type: ignore[arg-type]
+
+    def _check_rows(self, slots: list[int], sides: list[int], faults: list[Fault]) -> None:
+        """Turn rows with values that nobody should learn from into faults, by name."""
+        if not self.check or not slots:
+            return
+        buffers = self.buffers
+        wrong = []
+        for side in (0, 1):
+            part = [slot for slot, its in zip(slots, sides, strict=True) if its == side]
+            if part:
+                wrong += [(part[i], text) for i, text in bad_rows(buffers, side, part)]
+        rewards = buffers.reward[slots]
+        wrong += [(slots[i], f"reward is {rewards[i]}") for i in np.flatnonzero(~np.isfinite(rewards))]
+        failed = {fault.slot for fault in faults}
+        for slot, text in wrong:
+            if slot not in failed:
+                failed.add(slot)
+                faults.append(self.fault(slot, STEP, ValueError(text)))
+
+    # -- everything else --------------------------------------------------------------------------------------
+
+    def reset(self, request: Reset | Rebuild) -> Reply:
+        rebuild = isinstance(request, Rebuild)
+        infos: list[tuple[int, dict[str, Any]]] = []
+        objects: list[tuple[int, list[Any]]] = []
+        faults: list[Fault] = []
+        buffers = self.buffers
+        for i, slot in enumerate(request.slots):
+            k = slot - self.first
+            phase = INIT
+            try:
+                if isinstance(request, Rebuild):
+                    self._drop(k)
+                    self._incarnations[k] = request.incarnations[i]
+                    self._make(slot, request.stickies[i])
+                    if tuple(leaves_of(self.envs[k].observation_space)) != buffers.layout.obs:
+                        raise ValueError(
+                            f"the new environment has another observation space: {self.envs[k].observation_space}"
+                        )
+                phase = RESET
+                self.at[0], self.at[1] = slot, RESET
+                seed = request.seeds[i]
+                if seed is not None or rebuild:
+                    self._seeds[k] = seed
+                obs, info = self.envs[k].reset(seed=seed, options=request.options)
+                self.ended[k] = False
+                self.began[k] = self.clock
+                extra = self._write(1 - int(buffers.side[slot]), slot, obs)
+                self.recent[slot] = info
+                if self.moved is not None:
+                    self.moved.add(slot)
+                if info:
+                    infos.append((slot, info))
+                if extra:
+                    objects.append((slot, extra))
+            except Caught as error:
+                faults.append(self.fault(slot, phase, error))
+        buffers.reward[request.slots] = 0.0
+        buffers.terminated[request.slots] = False
+        buffers.truncated[request.slots] = False
+        sides = (1 - buffers.side[request.slots]).tolist()
+        self._check_rows(request.slots, sides, faults)
+        return self._reply(request.request, request.slots, infos, objects, faults)
+
+    def call(self, request: Call | SetAttr) -> Reply:
+        results: list[Any] = []
+        for i, slot in enumerate(request.slots):
+            env = self.envs[slot - self.first]
+            self.at[0], self.at[1] = slot, CALL
+            try:
+                if isinstance(request, SetAttr):
+                    env.set_wrapper_attr(request.name, request.values[i])
+                elif request.name == "render":
+                    results.append(env.render())
+                else:
+                    attribute = env.get_wrapper_attr(request.name)
+                    called = callable(attribute)
+                    results.append(attribute(*request.args, **request.kwargs) if called else attribute)
+            except Caught as error:
+                return Reply(request.request, [], faults=[self._describe(slot, CALL, error)])
+        return Reply(request.request, [], result=results)
+
+    def close(self) -> None:
+        for k in range(len(self.envs)):
+            self._drop(k)
+
+    def _drop(self, k: int) -> None:
+        env, self.envs[k], self.steps[k] = self.envs[k], None, _gone
+        if env is not None:
+            try:
+                env.close()
+            except Caught:
+                traceback.print_exc()  # goes to the head's log; closing the others matters more
+
+    def _reply(
+        self,
+        request: int,
+        slots: list[int],
+        infos: list[tuple[int, dict[str, Any]]],
+        objects: list[tuple[int, list[Any]]],
+        faults: list[Fault],
+        last: bool = True,
+    ) -> Reply:
+        if faults:
+            failed = {fault.slot for fault in faults}
+            infos = [item for item in infos if item[0] not in failed]
+            objects = [item for item in objects if item[0] not in failed]
+        columns = info_columns.pack(infos) if infos else None
+        return Reply(request, slots, columns, objects or None, faults, None, last)
+
+    def fault(self, slot: int, phase: int, error: BaseException, step: int | None = None) -> Fault:
+        """Describe a failure and drop the environment. `step`: number of the failing call; None: by the clock."""
+        fault = self._describe(slot, phase, error, step)
+        self._drop(slot - self.first)
+        return fault
+
+    def _describe(self, slot: int, phase: int, error: BaseException, step: int | None = None) -> Fault:
+        k = slot - self.first
+        if step is None:
+            step = self.clock - self.began[k]
+        if phase == STEP and step == 0:
+            phase = RESET  # what is wrong is the first row of an episode
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        return Fault(
+            slot,
+            PHASES[phase],
+            f"{type(error).__name__}: {error}",
+            "".join(lines),
+            self._seeds[k],
+            self._incarnations[k],
+            0 if phase in (INIT, RESET) else step,
+        )
+
+
+def apply_stickies(env: Any, stickies: list[Sticky]) -> None:
+    for sticky in stickies:
+        if sticky.is_call:
+            env.get_wrapper_attr(sticky.name)(*sticky.args, **sticky.kwargs)
+        else:
+            env.set_wrapper_attr(sticky.name, sticky.args[0])
+
+
+def _gone(action: Any) -> Any:
+    raise RuntimeError("this environment failed and was not started again")

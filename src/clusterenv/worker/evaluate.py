@@ -1,0 +1,162 @@
+"""Whole episodes on environments of their own, in a worker: what `Collector.evaluate` runs.
+
+Training environments are not touched. Episode j is seeded with `seed + j`, and acts from its own random stream, so its
+outcome does not depend on which worker runs it, or beside which others.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from clusterenv.memory.rows import Leaf, assemble, coerce, flatten
+from clusterenv.policy.acting.base import PAD, Actor, pad_rows
+from clusterenv.policy.acting.distributions import Family, mask_logits, stack_masks
+from clusterenv.policy.acting.random_streams import Streams
+from clusterenv.rollout import map_arrays
+from clusterenv.spec import MakeFromSpec
+from clusterenv.wire.requests import Episode, Evaluate, Fault, Reply, Sticky
+from clusterenv.worker.envs import POLICY, RESET, STEP, Caught, apply_stickies
+
+__all__ = ["Evaluator"]
+
+_NOISE_STEPS = 64
+
+
+class Evaluator:
+    """Makes its environments when they are first needed, and keeps them."""
+
+    def __init__(
+        self, makers: list[Callable[[], Any]], progress: memoryview, space: Any, leaves: tuple[Leaf, ...]
+    ) -> None:
+        self._makers = makers
+        self._at = progress
+        self._space = space
+        self._leaves = leaves
+        self._envs: list[Any] = []
+        self._now = (0, 0)  # episode, number of its `step` call
+        self._recorder: Any = None
+        self._stickies_epoch = 0  # of these environments
+
+    def run(self, request: Evaluate, slots: list[int], actor: Actor, family: Family, mask: str | None) -> Reply:
+        """Up to as many episodes at once as this worker has slots."""
+        try:
+            if request.stickies_epoch != self._stickies_epoch:
+                self.close()
+                self._stickies_epoch = request.stickies_epoch
+            done: list[Episode] = []
+            frames = [j for j in request.episodes if j < request.record]
+            for j in frames:
+                recorder = self._recording_env(slots[0], request.stickies[0])
+                done += self._play(request, [j], [recorder], actor, family, mask, True)
+            plain = [j for j in request.episodes if j >= request.record]
+            while len(self._envs) < min(len(plain), len(slots)):
+                k = len(self._envs)
+                self._envs.append(self._makers[slots[k]]())
+                apply_stickies(self._envs[k], request.stickies[k])
+            # Each environment plays a fixed share: whoever is quick does not play more.
+            shares = [plain[i :: len(self._envs)] for i in range(len(self._envs))] if plain else []
+            for turn in range(max(map(len, shares), default=0)):
+                wave = [(share[turn], env) for share, env in zip(shares, self._envs, strict=True) if turn < len(share)]
+                done += self._play(request, [j for j, _ in wave], [e for _, e in wave], actor, family, mask, False)
+        except Caught as error:
+            text = traceback.format_exc()
+            what = f"{type(error).__name__}: {error}"
+            phase = "policy" if self._at[1] == POLICY else "evaluate"
+            episode, call = self._now
+            fault = Fault(slots[0], phase, what, text, request.seed + episode, 0, call)
+            return Reply(request.request, [], faults=[fault])
+        return Reply(request.request, [], result=done)
+
+    def _recording_env(self, slot: int, stickies: list[Sticky]) -> Any:
+        if self._recorder is None:
+            maker = self._makers[slot]
+            env = maker.with_frames() if isinstance(maker, MakeFromSpec) else maker()
+            if env.render_mode not in ("rgb_array", "rgb_array_list"):
+                env.close()
+                raise ValueError(
+                    f"record: the environment's render_mode is {env.render_mode!r}; make it with "
+                    'render_mode="rgb_array" in its thunk'
+                )
+            self._recorder = env
+            apply_stickies(env, stickies)
+        return self._recorder
+
+    def _play(
+        self,
+        request: Evaluate,
+        episodes: list[int],
+        envs: list[Any],
+        actor: Actor,
+        family: Family,
+        mask: str | None,
+        record: bool,
+    ) -> list[Episode]:
+        """One episode per environment, all at once; those that are over wait for the last."""
+        count = len(envs)
+        streams = Streams(request.seed)
+        state = actor.initial_state(-(-count // PAD) * PAD)
+        starts = np.ones(-(-count // PAD) * PAD, dtype=np.bool_)
+        obs: list[Any] = []
+        masks: list[Any] = []
+        self._at[1] = RESET
+        for j, env in zip(episodes, envs, strict=True):
+            self._now = (j, 0)
+            first, info = env.reset(seed=request.seed + j)
+            obs.append(first)
+            masks.append(info.get(mask) if mask is not None else None)
+        returns, lengths, running = np.zeros(count), np.zeros(count, dtype=np.int64), [True] * count
+        frames: list[list[Any]] = [[env.render()] if record else [] for env in envs]
+        noise: Any = None
+        t = 0
+        while any(running):
+            self._at[1] = POLICY
+            batch = self._batch(obs)
+            params, state = actor.forward(pad_rows(batch, count), state, starts)
+            params = params[:count]
+            if mask is not None:
+                in_obs = isinstance(batch, dict) and mask in batch
+                params = mask_logits(params, batch[mask] if in_obs else stack_masks(masks, params.shape[1]))
+            if request.deterministic:
+                actions = family.mode(params)
+            else:
+                if t % _NOISE_STEPS == 0:
+                    noise = streams.draw(episodes, [0] * count, _NOISE_STEPS, family.noise, family.noise_size)
+                _, actions = family.choose(params, noise[t % _NOISE_STEPS], request.knobs)
+            starts[:] = False
+            t += 1
+            self._at[1] = STEP
+            for k, (env, action) in enumerate(zip(envs, actions, strict=True)):
+                if running[k]:
+                    self._now = (episodes[k], t)
+                    obs[k], reward, terminated, truncated, info = env.step(action)
+                    returns[k] += reward
+                    lengths[k] += 1
+                    running[k] = not (terminated or truncated)
+                    masks[k] = info.get(mask) if mask is not None else None
+                    self._at[3] = t
+                    if record:
+                        frames[k].append(env.render())
+        return [
+            Episode(j, float(returns[k]), int(lengths[k]), frames[k] if record else None)
+            for k, j in enumerate(episodes)
+        ]
+
+    def _batch(self, observations: list[Any]) -> Any:
+        rows = [list(flatten(self._space, obs)) for obs in observations]
+        leaves = [
+            np.stack([coerce(row[i], leaf, "observation") for row in rows]).astype(leaf.dtype, copy=False)
+            for i, leaf in enumerate(self._leaves)
+        ]
+        return map_arrays(lambda value: value, assemble(self._space, iter(leaves)))
+
+    def close(self) -> None:
+        for env in [*self._envs, *([self._recorder] if self._recorder is not None else [])]:
+            try:
+                env.close()
+            except Caught:
+                traceback.print_exc()
+        self._envs, self._recorder = [], None

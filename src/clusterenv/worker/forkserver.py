@@ -1,0 +1,260 @@
+"""The process between the head and its workers: imports once what the environments need, forks workers, watches them.
+
+Started by `processes.py` as `python -m clusterenv.worker.forkserver FD`. It keeps no environment and runs no user code
+but imports. It collects the workers' output, reports how they ended, and takes them along when the head is gone.
+
+Messages are pickled tuples, one per packet of a SOCK_SEQPACKET pair:
+    head → here:  ("setup",) + [payload fd] · ("spawn", index) + [channel, data, progress fds]
+                  ("kill", index, with_traceback) · ("stack", index)
+    here → head:  ("ready",) · ("failed", text) · ("spawned", index, pid) · ("output", index, text)
+                  ("stack", index, text) · ("exited", index, pid, status, tail)
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from clusterenv.code import packages as sources
+from clusterenv.spec import load_makers
+from clusterenv.system.orphans import Orphans, become_subreaper, kill_group
+from clusterenv.worker import main as worker
+
+__all__ = ["main"]
+
+_TAIL_BYTES = 16_000
+_OUTPUT_QUEUE = 2_000
+_STACK_S = 0.3
+"""How long a worker gets to write its stack: microseconds of work, but it may have to wait for a core."""
+
+_ORPHANS_S = 0.02
+"""How soon to look again at orphans that were killed and have not ended yet."""
+
+
+@dataclass
+class _Child:
+    index: int
+    pid: int
+    pidfd: int
+    output: int
+    tail: bytes = b""
+    partial: bytes = b""
+    kill_at: float | None = None
+    stack: bytes = b""
+    stack_until: float | None = None
+    """Until then, what it writes is the stack that it was asked for."""
+
+
+class _Server:
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._children: dict[int, _Child] = {}  # by pidfd
+        self._outputs: dict[int, _Child] = {}  # by the pipe of their output
+        self._outbox: deque[bytes] = deque()
+        self._poller = select.poll()
+        self._poller.register(control, select.POLLIN)
+        self._setup: Any = None
+        self._orphans = Orphans()
+        self._has_orphans = False
+
+    def serve(self) -> None:
+        while True:
+            children = self._children.values()
+            waiting = [at for child in children for at in (child.kill_at, child.stack_until) if at is not None]
+            if self._has_orphans:
+                waiting.append(time.monotonic() + _ORPHANS_S)
+            timeout_ms = max(0.0, (min(waiting) - time.monotonic()) * 1000) if waiting else None
+            wanted = select.POLLIN | (select.POLLOUT if self._outbox else 0)
+            self._poller.modify(self._control, wanted)
+            for fd, events in self._poller.poll(timeout_ms):
+                if fd == self._control.fileno():
+                    if events & select.POLLOUT:
+                        self._flush()
+                    if events & (select.POLLIN | select.POLLHUP) and not self._command():
+                        return
+                elif fd in self._outputs:
+                    self._read_output(self._outputs[fd])
+                elif fd in self._children:
+                    self._bury(self._children[fd])
+            now = time.monotonic()
+            for child in list(self._children.values()):
+                if child.kill_at is not None and child.kill_at <= now:
+                    kill_group(child.pid)
+                    child.kill_at = None
+                if child.stack_until is not None and child.stack_until <= now:
+                    self._send(("stack", child.index, child.stack[:_TAIL_BYTES].decode(errors="replace")))
+                    child.stack, child.stack_until = b"", None
+            if self._has_orphans:
+                self._end_orphans()
+
+    def _command(self) -> bool:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._control, 1 << 16, 8)
+        except ConnectionError:
+            return False
+        if not data:
+            return False
+        message = pickle.loads(data)
+        if message[0] == "setup":
+            self._set_up(fds[0])
+        elif message[0] == "spawn":
+            self._spawn(message[1], fds)
+        elif message[0] == "stack":
+            for child in self._children.values():
+                if child.index == message[1]:
+                    os.kill(child.pid, worker.STACK_SIGNAL)
+                    child.stack_until = time.monotonic() + _STACK_S
+        elif message[0] == "kill":
+            for child in self._children.values():
+                if child.index == message[1]:
+                    # SIGABRT first: faulthandler then writes where the worker hangs, even with the GIL held.
+                    os.kill(child.pid, signal.SIGABRT if message[2] else signal.SIGKILL)
+                    child.kill_at = time.monotonic() + 0.3
+        return True
+
+    def _set_up(self, fd: int) -> None:
+        with os.fdopen(fd, "rb") as file:
+            setup = pickle.load(file)
+        try:
+            sys.path[:] = setup["sys_path"]
+            if setup["delivered"] is not None:
+                sources.install(*setup["delivered"])
+            for module in setup["modules"]:
+                importlib.import_module(module)
+            setup["makers"] = load_makers(setup["payload"], setup["num_envs"], setup["is_named"])
+        except BaseException:
+            self._send(("failed", traceback.format_exc()))
+            return
+        self._setup = setup
+        self._orphans.spare_present()
+        gc.collect()
+        gc.freeze()  # the workers' collectors would otherwise touch, and so copy, every inherited page
+        self._send(("ready",))
+
+    def _spawn(self, index: int, fds: list[int]) -> None:
+        read_end, write_end = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setpgid(0, 0)  # a simulator that the environment starts dies with its worker's group
+                self._control.close()
+                os.close(read_end)
+                for fd in (*self._children, *self._outputs):
+                    os.close(fd)
+                os.dup2(write_end, 1)
+                os.dup2(write_end, 2)
+                os.close(write_end)
+                channel, *shared = fds
+                setup = self._setup
+                worker.run(
+                    index,
+                    socket.socket(fileno=channel),
+                    worker.SharedMemory(*shared),
+                    setup["makers"],
+                    setup["mode"],
+                    setup["check"],
+                    setup["spin_s"],
+                    setup["plain"],
+                    setup["is_named"],
+                )
+            except BaseException:
+                os.write(2, traceback.format_exc().encode())
+            finally:
+                os._exit(1)
+        os.close(write_end)
+        for fd in fds:
+            os.close(fd)
+        os.set_blocking(read_end, False)
+        child = _Child(index, pid, os.pidfd_open(pid), read_end)
+        self._children[child.pidfd] = self._outputs[read_end] = child
+        self._poller.register(child.pidfd, select.POLLIN)
+        self._poller.register(read_end, select.POLLIN)
+        self._send(("spawned", index, pid))
+
+    def _read_output(self, child: _Child) -> bool:
+        try:
+            data = os.read(child.output, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:  # closed by the worker itself; its exit is told by the pidfd
+            self._close_output(child)
+            return False
+        child.tail = (child.tail + data)[-_TAIL_BYTES:]
+        if child.stack_until is not None:
+            child.stack = (child.stack + data)[:_TAIL_BYTES]
+            return True
+        *lines, child.partial = (child.partial + data).split(b"\n")
+        if lines and len(self._outbox) < _OUTPUT_QUEUE:
+            text = b"\n".join(lines)
+            for start in range(0, len(text), 32_000):
+                piece = text[start : start + 32_000]
+                self._send(("output", child.index, piece.decode(errors="replace")))
+        return True
+
+    def _close_output(self, child: _Child) -> None:
+        if self._outputs.pop(child.output, None) is not None:
+            self._poller.unregister(child.output)
+            os.close(child.output)
+
+    def _bury(self, child: _Child) -> None:
+        """The worker ended: kill what it left in its process group, keep its last words, tell the head."""
+        while child.output in self._outputs and self._read_output(child):
+            pass
+        self._close_output(child)
+        kill_group(child.pid)
+        _, status = os.waitpid(child.pid, 0)
+        self._poller.unregister(child.pidfd)
+        del self._children[child.pidfd]
+        os.close(child.pidfd)
+        self._send(("exited", child.index, child.pid, status, child.tail.decode(errors="replace")))
+        self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        self._has_orphans = self._orphans.end({child.pid for child in self._children.values()})
+
+    def _send(self, message: tuple[Any, ...]) -> None:
+        self._outbox.append(pickle.dumps(message))
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._outbox:
+            try:
+                self._control.send(self._outbox[0], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                self._outbox.clear()
+                return
+            self._outbox.popleft()
+
+    def stop(self) -> None:
+        self._orphans.end_all(timeout_s=2.0)  # less than the head waits for this process
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(worker.STACK_SIGNAL, signal.SIG_IGN)  # inherited: a worker may be asked before it is ready to answer
+    become_subreaper()
+    server = _Server(control)
+    try:
+        server.serve()
+    finally:
+        server.stop()
+
+
+if __name__ == "__main__":
+    main()

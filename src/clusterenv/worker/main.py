@@ -1,0 +1,192 @@
+"""The loop of one worker process: requests in, rows and replies out. Called by the fork server, never returns.
+
+Dies with its parent (PR_SET_PDEATHSIG), so that nothing outlives the head however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import io
+import mmap
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.errors import NotPlainError
+from clusterenv.system.orphans import become_subreaper
+from clusterenv.wire.channel import FrameReader, encode, encode_plain, encode_quick, open_request, with_plain_infos
+from clusterenv.wire.requests import Close, Fault, FragmentResult, Reply
+from clusterenv.worker.dispatch import Dispatcher
+
+__all__ = ["BELL", "PROGRESS_BYTES", "STACK_SIGNAL", "SharedMemory", "run"]
+
+BELL = 2
+"""Which progress word the head changes after it sent something: looking at it takes no system call."""
+
+PROGRESS_BYTES = 64
+"""Progress words of one worker: a cache line each, so that workers do not share one."""
+
+STACK_SIGNAL = signal.SIGRTMIN + 7
+"""Makes a worker write where it is to its stderr, even with the GIL held. One that simulators hardly use themselves."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+class SharedMemory(NamedTuple):
+    """Descriptors of what head and workers share."""
+
+    rows: int
+    progress: int
+    fragments: int
+    weights: int
+
+
+class _Mapped:
+    """`Memory` over inherited descriptors."""
+
+    def __init__(self, shared: SharedMemory) -> None:
+        self._shared = shared
+
+    def rows(self) -> mmap.mmap:
+        return mmap.mmap(self._shared.rows, 0)
+
+    def fragments(self) -> mmap.mmap:
+        return mmap.mmap(self._shared.fragments, 0)
+
+    def weights(self) -> memoryview:
+        return memoryview(mmap.mmap(self._shared.weights, 0, prot=mmap.PROT_READ))
+
+
+class _TaggedOutput(io.TextIOBase):
+    """sys.stdout or sys.stderr of a worker: each line is marked with the slot that was running."""
+
+    def __init__(self, fd: int, progress: memoryview) -> None:
+        self._fd = fd
+        self._at = progress
+        self._line = ""
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            os.write(self._fd, f"\x00{self._at[0]}\x00{line}\n".encode(errors="replace"))
+        return len(text)
+
+
+def run(
+    index: int,
+    channel: socket.socket,
+    memory: SharedMemory,
+    makers: Any,
+    mode: AutoresetMode | None,
+    check: bool,
+    spin_s: float,
+    plain: Literal["refuse", "repr"] | None,
+    is_named: bool,
+) -> None:
+    """Serve requests until the head closes the channel. `is_named`: they are plain data, and nothing is unpickled."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died before the line above took effect
+        os._exit(0)
+    become_subreaper()  # keeps what the environments start apart from what those of other workers start
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
+    progress_map = mmap.mmap(memory.progress, 0)
+    progress = memoryview(progress_map).cast("i")[index * PROGRESS_BYTES // 4 :]
+    sys.stdout = _TaggedOutput(1, progress)
+    sys.stderr = _TaggedOutput(2, progress)
+    faulthandler.enable(file=2, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
+    _seed_global_generators()
+
+    dispatcher = Dispatcher(makers, mode, check, progress, _Mapped(memory))
+    receiver = _Receiver(channel, progress, spin_s)
+    reader = FrameReader(open_request, allow_pickle=not is_named)
+
+    def send(reply: Any) -> None:
+        if isinstance(reply, int):
+            channel.sendall(encode_quick(reply))
+        else:
+            channel.sendall(encode(reply) if plain is None else _for_network(reply, plain))
+
+    while True:
+        data = receiver.receive()
+        if not len(data):
+            os._exit(0)
+        for message in reader.feed(data):
+            reply = dispatcher.handle(message, send)
+            if reply is not None:
+                send(reply)
+            if isinstance(message, Close):
+                sys.stdout.flush()
+                os._exit(0)
+
+
+def _seed_global_generators() -> None:
+    """Siblings that are forked from one process would otherwise all draw the same numbers."""
+    random.seed()
+    np.random.seed(int.from_bytes(os.urandom(4), "little"))
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)  # imported later, it seeds itself
+    if generator is not None:
+        generator.seed()
+
+
+def _for_network(reply: Any, other: Literal["refuse", "repr"]) -> bytes:
+    try:
+        return encode_plain(reply, other)
+    except NotPlainError as error:
+        if isinstance(reply, Reply) and isinstance(reply.result, FragmentResult):
+            # The rows are there and in order; the head must get them, or it would wait for them for ever.
+            return encode_plain(reply._replace(result=with_plain_infos(reply.result)), other)
+        # The fault of whatever environment returned it; which one is in the path that the error names.
+        slots = reply.slots if isinstance(reply, Reply) else []
+        fault = Fault(slots[0] if slots else -1, "step", f"{error}", "", None, 0, 0)
+        return encode_plain(Reply(reply.request, slots, faults=[fault]))
+
+
+class _Receiver:
+    """Reads from the channel; waits awake first, because waking a halted core costs more than a small batch's head.
+
+    Where waiting awake was in vain (a learner thinks between two steps), it is given up for a growing number of
+    requests, so that it takes no time from that learner.
+    """
+
+    def __init__(self, channel: socket.socket, bell: memoryview, spin_s: float) -> None:
+        self._channel = channel
+        self._bell = bell
+        self._rung = bell[BELL]
+        self._spin_s = spin_s
+        self._asleep = 0
+        self._misses = 0
+        self._buffer = memoryview(bytearray(1 << 16))
+
+    def receive(self) -> memoryview:
+        """What the head sent, valid until the next call; empty when it is gone."""
+        if self._asleep:
+            self._asleep -= 1
+        elif self._spin_s > 0:
+            bell, rung = self._bell, self._rung
+            end = time.perf_counter() + self._spin_s
+            while bell[BELL] == rung and time.perf_counter() < end:
+                os.sched_yield()
+            if bell[BELL] == rung:
+                self._misses = min(self._misses + 1, 10)
+                self._asleep = (1 << self._misses) - 2  # one miss alone is forgiven
+            else:
+                self._misses = 0
+        size = self._channel.recv_into(self._buffer)
+        self._rung = self._bell[BELL]
+        return self._buffer[:size]

@@ -1,0 +1,169 @@
+"""Clusters for tests: machines that are network namespaces, with node agents that the test starts there."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import clusterenv as ce
+from clusterenv.backends.cluster import Plan, read_tail
+from clusterenv.backends.remote import Remote
+from clusterenv.transport.keys import read_joining, write_joining
+from netns import Network, Proxy
+
+
+def agent_command(plan_or_path: Any, node: int = 0, lease_s: float = 60.0) -> list[str]:
+    import sys
+
+    path = plan_or_path.files[node] if isinstance(plan_or_path, Plan) else plan_or_path
+    limits = ["--lease-s", str(lease_s), "--dead-after-s", str(lease_s)]
+    return [sys.executable, "-m", "clusterenv", "node", "--join", str(path), *limits]
+
+
+class NamespaceJobs:
+    """`Jobs` whose machines are namespaces."""
+
+    def __init__(self, net: Network, plan: Plan) -> None:
+        self.net, self.plan = net, plan
+        self.agents: dict[int, subprocess.Popen[Any]] = {}
+        self.is_full = False  # whether there is no machine to be had
+
+    @property
+    def note(self) -> dict[str, Any]:
+        return {}
+
+    def look(self) -> dict[int, str]:
+        codes = {node: agent.poll() for node, agent in self.agents.items()}
+        return {node: f"exited with {code}" for node, code in codes.items() if code is not None}
+
+    def has_job(self, node: int) -> bool:
+        return node in self.agents
+
+    def start(self, node: int) -> None:
+        if self.is_full:
+            raise ce.StartError("no machine is free")
+        with (self.plan.folder / f"node-{node}.log").open("ab") as log:
+            command = agent_command(self.plan, node, self.plan.lease_s)
+            self.agents[node] = self.net.nodes[node].popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def drop(self, node: int) -> None:
+        return None
+
+    def state(self, node: int) -> str:
+        return ""
+
+    def log_tail(self, node: int) -> str:
+        return read_tail(self.plan.folder / f"node-{node}.log")
+
+    def describe(self) -> str:
+        return ""
+
+    def stop(self, deadline: float) -> None:
+        deadline = min(deadline, time.monotonic() + 3)
+        for agent in self.agents.values():
+            try:
+                agent.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                agent.kill()
+                agent.wait()
+
+
+@dataclass(frozen=True)
+class Namespaces(Remote):
+    """A backend over the machines of a `Network`; `jobs[0]` are its agents once it runs."""
+
+    net: Network
+    through_proxy: bool = False
+    jobs: list[NamespaceJobs] = field(default_factory=list)
+    proxies: list[Proxy] = field(default_factory=list)
+    start_timeout_s: float = field(default=60.0, kw_only=True)
+    heartbeat: tuple[float, float, float] = field(default=(0.2, 1.5, 3.0), kw_only=True)
+    oversubscribe: bool = field(default=True, kw_only=True)
+
+    def start(self, *args: Any) -> Any:
+        head = self.net.head
+
+        def launch(plan: Plan) -> NamespaceJobs:
+            if self.through_proxy:
+                self._divert(plan)
+            self.jobs[:] = [NamespaceJobs(self.net, plan)]
+            return self.jobs[0]
+
+        return head.call(self.start_with, len(self.net.nodes), launch, *args)
+
+    def _divert(self, plan: Plan) -> None:
+        """Key files that name a proxy on the first node's machine."""
+        for path in plan.files:
+            joining = read_joining(path)
+            if not self.proxies:
+                host, port = joining.address.removeprefix("tcp://").split(":")
+                # Started from another thread: the head's own waits here.
+                self.proxies.append(Proxy(self.net.nodes[0], (host, int(port))))
+            address = "tcp://{}:{}".format(*self.proxies[0].address)
+            path.unlink()
+            write_joining(path, msgspec.structs.replace(joining, address=address))
+
+
+def pods(cluster: Any, nodes: int = 2, **kwargs: Any) -> ce.Kubernetes:
+    """A backend over the pods of a `KubeCluster`: they see this interpreter and these files, which may be root's."""
+    import os
+    import sys
+
+    settings: dict[str, Any] = {
+        "image": cluster.image,
+        "kubeconfig": str(cluster.kubeconfig),
+        "bind": cluster.host_address,
+        "python": sys.executable,
+        "cpu": 0.2,
+        "grace_s": 5,
+        "pod_overrides": {
+            "volumes": cluster.volumes,
+            "container": {"volumeMounts": cluster.volume_mounts, "imagePullPolicy": "Never"},
+        },
+        "run_as_user": os.getuid(),
+        "oversubscribe": True,
+    }
+    return ce.Kubernetes(nodes=nodes, **{**settings, **kwargs})
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """`Manual` as a user has it, and somebody who types its commands on the machines of a `Network`."""
+
+    net: Network
+    folder: Path
+    is_remote = True
+    allow_pickle = True
+
+    def start(self, *args: Any) -> Any:
+        head = self.net.head
+        manual = ce.Manual(
+            nodes=len(self.net.nodes),
+            bind=head.address,
+            folder=str(self.folder),
+            start_timeout_s=60,
+            oversubscribe=True,
+        )
+        typist = threading.Thread(target=self._type)
+        typist.start()
+        try:
+            return head.call(manual.start, *args)
+        finally:
+            typist.join()
+
+    def _type(self) -> None:
+        for i, host in enumerate(self.net.nodes):
+            deadline = time.monotonic() + 30
+            while not (found := list(self.folder.glob(f"*/node-{i}.key"))) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            path = found[0]
+            while not path.stat().st_size and time.monotonic() < deadline:
+                time.sleep(0.02)
+            quiet = subprocess.DEVNULL
+            host.popen(agent_command(path), stdin=quiet, stdout=quiet, stderr=quiet)

@@ -1,0 +1,201 @@
+"""The decisions, without any process: restarts with a clock of the test's own, infos whatever the spread of rows."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from hypothesis import given
+from hypothesis import strategies as st
+
+import clusterenv as ce
+from clusterenv.backends.local import split
+from clusterenv.engine.health import HangWatch, PaceWatch
+from clusterenv.engine.places import Shelf
+from clusterenv.engine.slots import Losses, Seen
+from clusterenv.events import Event
+from clusterenv.memory.rows import assemble, flatten, leaves_of, make_layout
+from clusterenv.recovery import RestartBook
+from clusterenv.wire import infos
+from clusterenv.wire.channel import FrameReader, encode, encode_quick
+from clusterenv.wire.requests import Close
+from toys import same
+
+
+def test_the_first_restart_is_immediate_then_it_backs_off_up_to_a_limit():
+    book = RestartBook(ce.Recovery(max_restarts=6, backoff_s=(1.0, 5.0)))
+    waits = [book.failed("slot 0", "x", now) - now for now in (0.0, 10.0, 20.0, 30.0, 40.0)]
+    assert waits == [0.0, 1.0, 2.0, 4.0, 5.0]
+    assert book.failed("slot 1", "x", 50.0) == 50.0, "each subject has a history of its own"
+
+
+def test_failures_leave_the_window():
+    book = RestartBook(ce.Recovery(max_restarts=1, restart_window_s=100.0))
+    assert book.failed("slot 0", "first", 0.0) == 0.0
+    assert book.failed("slot 0", "second", 101.0) == 101.0
+    with pytest.raises(ce.CrashLoopError, match=r"(?s)failed 2 times.*second.*third"):
+        book.failed("slot 0", "third", 150.0)
+
+
+values = st.one_of(
+    st.integers(-(2**70), 2**70),
+    st.floats(allow_nan=False),
+    st.booleans(),
+    st.none(),
+    st.text(max_size=3),
+    st.just(np.zeros(2, np.float32)),
+    st.just(np.ones((2, 2))),
+    st.just(np.float32(0.5)),
+)
+dicts = st.recursive(
+    st.dictionaries(st.sampled_from("abc"), values, max_size=3),
+    lambda inner: st.dictionaries(st.sampled_from("abc"), st.one_of(values, inner), max_size=3),
+    max_leaves=6,
+)
+
+
+@given(rows=st.lists(dicts, min_size=1, max_size=6), cut=st.integers(0, 6))
+def test_infos_do_not_depend_on_how_rows_are_spread(rows, cut):
+    numbered = list(enumerate(rows))
+    whole = infos.batch([infos.pack(numbered)], len(rows))
+    apart = infos.batch([infos.pack(numbered[:cut]), infos.pack(numbered[cut:])], len(rows))
+    same(apart, whole)
+
+
+@given(rows=st.lists(dicts, min_size=1, max_size=6), data=st.data())
+def test_selecting_rows_is_packing_just_them(rows, data):
+    chosen = data.draw(st.lists(st.sampled_from(range(len(rows))), unique=True, min_size=1)).copy()
+    chosen.sort()
+    names = {row: i for i, row in enumerate(chosen)}
+    selected = infos.select(infos.pack(list(enumerate(rows))), names)
+    packed = infos.pack([(names[row], rows[row]) for row in chosen])
+    same(infos.batch([selected], len(chosen)), infos.batch([packed], len(chosen)))
+
+
+@pytest.mark.parametrize(("n", "workers", "sizes"), [(64, 2, [32, 32]), (5, 3, [1, 2, 2]), (3, 3, [1, 1, 1])])
+def test_slots_are_split_evenly_and_in_order(n, workers, sizes):
+    parts = split(n, workers)
+    assert [len(part) for part in parts] == sizes and [s for part in parts for s in part] == list(range(n))
+
+
+def test_layouts_do_not_overlap():
+    space = spaces.Dict(a=spaces.Box(0, 1, (3, 5), np.float16), b=spaces.Tuple((spaces.Discrete(3), spaces.Text(4))))
+    layout = make_layout(space, spaces.MultiBinary(7), 5)
+    assert all(offset % 64 == 0 for offset in layout.offsets) and list(layout.offsets) == sorted(set(layout.offsets))
+    assert [leaf.name for leaf in leaves_of(space)] == ["['a']", "['b'][0]", "['b'][1]"]
+    sample = space.sample()
+    same(assemble(space, flatten(space, sample)), sample)
+
+
+@given(cuts=st.lists(st.integers(1, 20), min_size=1, max_size=30))
+def test_frames_survive_any_cut(cuts):
+    stream = b"".join([encode_quick(7), encode(Close(3)), encode_quick(2**32 - 1), encode(Close(4))])
+    reader, got = FrameReader(), []
+    at = 0
+    for size in [*cuts, len(stream)]:
+        if at < len(stream):
+            got += reader.feed(stream[at : at + size])
+            at += size
+    assert got == [7, Close(3), 2**32 - 1, Close(4)]
+
+
+def test_an_event_says_where():
+    text = str(Event("worker_lost", "killed", (0, 1, 2, 5), phase="step", seed=3))
+    assert text == "worker_lost: killed (slots 0-2, 5, phase step, seed 3)"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ce.EnvError("it exploded", slot=3, phase="step", remote_traceback="..."),
+        ce.WorkerLostError("gone", slots=(1, 2), rows=(np.zeros(2),)),
+        ce.PolicyError("odd", remote_traceback="..."),
+        ce.UsageError("not now"),
+        ce.KeyFileError("not yours"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_survive_a_process_pool(error):
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is type(error) and str(back) == str(error) and back.__dict__.keys() == error.__dict__.keys()
+    assert getattr(back, "slots", None) == getattr(error, "slots", None)
+
+
+# -- losses -----------------------------------------------------------------------------------------------------
+
+
+def seen(**changed):
+    usual = {
+        "started": True,
+        "ended": False,
+        "awaited": True,
+        "resetting": False,
+        "ready": False,
+        "ready_ends": False,
+        "ready_is_loss": False,
+    }
+    return Seen(**{**usual, **changed})
+
+
+@pytest.mark.parametrize(
+    ("mode", "what", "tells", "is_due", "is_lost"),
+    [
+        (AutoresetMode.NEXT_STEP, seen(), True, False, True),
+        (AutoresetMode.DISABLED, seen(), True, False, True),
+        (AutoresetMode.SAME_STEP, seen(), False, True, True),
+        (AutoresetMode.NEXT_STEP, seen(awaited=False), False, False, True),
+        (AutoresetMode.NEXT_STEP, seen(ended=True), False, True, False),
+        (AutoresetMode.NEXT_STEP, seen(resetting=True), False, True, False),
+        (AutoresetMode.NEXT_STEP, seen(ready=True), False, False, True),
+        (AutoresetMode.NEXT_STEP, seen(ready=True, ready_ends=True), False, False, False),
+        (AutoresetMode.SAME_STEP, seen(ready=True, ready_ends=True), False, False, True),
+        (AutoresetMode.NEXT_STEP, seen(ready=True, ready_is_loss=True), False, False, False),
+        (AutoresetMode.DISABLED, seen(ready=True, ready_ends=True), False, False, False),
+        (AutoresetMode.NEXT_STEP, seen(started=False), False, False, False),
+    ],
+)
+def test_what_a_loss_means(mode, what, tells, is_due, is_lost):
+    losses = Losses(mode)
+    assert losses.settle(3, "why", 10.0, 9.0, what) == tells
+    assert (losses.start_due([3], 10.0) == [3]) == is_due and (3 in losses.lost) == is_lost
+    assert losses.start_due([3], 9.5) == [], "not before its backoff is over"
+
+
+def test_a_rebuild_is_asked_for_once():
+    losses = Losses(AutoresetMode.NEXT_STEP)
+    losses.slot_gone(1, 0.0)
+    losses.bring_back(1)
+    assert losses.start_due([0, 1], 0.0) == [1]
+    losses.rebuild([1])
+    losses.bring_back(1)
+    assert losses.start_due([0, 1], 5.0) == []
+    losses.rebuilt([1], [1])
+    assert not losses
+
+
+def test_who_hangs_and_who_is_slow():
+    watch = HangWatch(2)
+    watch.began(0, 100.0)
+    assert watch.stuck_s(0, (3, 2, 0), 100.2) == 0.0
+    assert watch.stuck_s(0, (3, 2, 0), 101.0) == pytest.approx(0.8)
+    assert watch.stuck_s(0, (4, 2, 0), 101.5) == 0.0
+    pace = PaceWatch()
+    times = np.array([0.01, 0.011, 0.012, 0.2, 0.0])
+    assert [slot for slot, _ in pace.newly_slow(times)] == [3] and pace.newly_slow(times) == []
+    assert PaceWatch().newly_slow(times / 1e4) == [], "far below a millisecond nobody is slow"
+
+
+def test_weights_are_not_written_over_before_they_are_read():
+    shelf = Shelf()
+    first = shelf.place(100, None)
+    shelf.reads(0, 1, first)
+    second = shelf.place(100, None)
+    assert second != first
+    shelf.reads(1, 2, second)
+    shelf.has_read(1)
+    assert shelf.place(100, None) == first and shelf.place(100, keep=first) not in (first, second)
+    shelf.forget(1)
+    assert shelf.place(101, None) not in (first, second), "larger than any place so far"

@@ -1,0 +1,50 @@
+"""Where a collector's time goes: rates of the recent batches, not of the start of the workers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from clusterenv.engine.stats import Tally
+
+
+class OneEpisode:
+    returns, lengths = np.array([1.0]), np.array([9])
+
+    def __len__(self):
+        return 1
+
+
+def collect(tally, seconds, env_s=0.4):
+    """A batch of 100 steps by two workers."""
+    for worker in range(2):
+        tally.fragment(worker, 50, env_s, 0.1)
+    tally.batch(SimpleNamespace(valid=np.ones((50, 2), bool), episodes=OneEpisode()))
+    tally.spent(seconds)
+
+
+def test_the_start_of_the_workers_is_left_out_as_soon_as_there_is_a_second_batch():
+    tally = Tally(2)
+    collect(tally, 20.0)
+    assert tally.stats()["steps_per_s"] == 5.0, "better than nothing"
+    for _ in range(100):
+        collect(tally, 1.0)
+        stats = tally.stats()
+        assert stats["steps_per_s"] == 100.0 and stats["worker_steps_per_s"].tolist() == [50.0, 50.0]
+        assert stats["time_shares"] == pytest.approx({"environment": 0.4, "policy": 0.1, "waiting": 0.5})
+    assert stats["collecting_s"] == pytest.approx(120.0) and stats["steps"] == 10_100
+    assert stats["busy_s"] == pytest.approx({"environment": 40.4, "policy": 10.1})
+
+
+def test_rates_follow_what_happens_now():
+    tally = Tally(2)
+    for _ in range(50):
+        collect(tally, 1.0)
+    for _ in range(32):
+        collect(tally, 0.5, env_s=0.1)
+    assert tally.stats()["steps_per_s"] == 200.0 and tally.stats()["time_shares"]["environment"] == pytest.approx(0.2)
+    tally.spent(7.0)  # the end of a stream, which brought no batch
+    assert tally.stats()["steps_per_s"] == 200.0
+    assert Tally(2).stats()["time_shares"] == {"environment": 0.0, "policy": 0.0, "waiting": 0.0}

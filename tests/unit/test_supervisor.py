@@ -1,0 +1,182 @@
+"""The one thread that talks to a scheduler: what it starts, what it tells, and that nobody waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+import clusterenv as ce
+from clusterenv.backends.supervisor import Keeper
+from clusterenv.events import EventLog
+
+
+class Scheduler:
+    """`Jobs` without any. What is in `errors` is raised by `start`, the first one first; what is in `hangs` hangs."""
+
+    def __init__(self):
+        self.jobs, self.over, self.errors, self.log = set(), {}, [], []
+        self.hangs, self.goes_on = set(), threading.Event()
+        self.failure = None
+
+    def _may_hang(self, what):
+        if what in self.hangs:
+            self.log.append(f"{what} hangs")
+            self.goes_on.wait()
+
+    def look(self):
+        self._may_hang("look")
+        if self.failure:
+            raise self.failure
+        return dict(self.over)
+
+    def has_job(self, node):
+        return node in self.jobs
+
+    def start(self, node):
+        self._may_hang("start")
+        if self.errors:
+            raise self.errors.pop(0)
+        self.over.pop(node, None)
+        self.jobs.add(node)
+        self.log.append(f"start {node}")
+
+    def drop(self, node):
+        self.jobs.discard(node)
+        self.log.append(f"drop {node}")
+
+    def stop(self, deadline):
+        self._may_hang("stop")
+        self.log.append("stop")
+        if self.failure:
+            raise self.failure
+
+
+@pytest.fixture
+def scheduler(monkeypatch):
+    monkeypatch.setattr("clusterenv.backends.supervisor._LOOK_S", 0.02)
+    monkeypatch.setattr("clusterenv.backends.supervisor._AGAIN_S", 0.1)
+    return Scheduler()
+
+
+@pytest.fixture
+def events():
+    return EventLog()
+
+
+@pytest.fixture
+def keeper(scheduler, events):
+    """Two nodes are started."""
+    keeper = Keeper(events)
+    keeper.keep(scheduler, 2)
+    assert scheduler.log == ["start 0", "start 1"]
+    scheduler.log.clear()
+    yield keeper
+    scheduler.goes_on.set()
+    keeper.stop(time.monotonic() + 5)
+
+
+def stop(keeper, timeout_s=5.0):
+    return keeper.stop(time.monotonic() + timeout_s)
+
+
+def wait_for(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_node_is_started_again_when_its_job_is_over(keeper, scheduler):
+    keeper.want(0)
+    keeper.want(2)
+    wait_for(lambda: scheduler.log)
+    assert scheduler.log == ["start 2"], "the one without a job"
+    scheduler.over[1] = "ended"
+    wait_for(lambda: keeper.over)
+    assert keeper.over == {1: "ended"} and scheduler.log == ["start 2"], "nobody wants it again"
+    scheduler.over[0] = "ended"
+    wait_for(lambda: len(scheduler.log) == 2)
+    assert scheduler.log[1] == "start 0" and 0 not in keeper.over
+    keeper.let_go(1)
+    wait_for(lambda: not keeper.over)
+    keeper.want(1)
+    wait_for(lambda: len(scheduler.log) == 4)
+    assert scheduler.log[2:] == ["drop 1", "start 1"]
+
+
+def test_a_start_that_fails_is_tried_again(keeper, scheduler, caplog):
+    scheduler.errors = [ce.StartError("sbatch says: no"), KeyError("a bug of its client")]
+    keeper.want(2)
+    wait_for(lambda: scheduler.log)
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert told == [
+        "node 2 could not be started: sbatch says: no",
+        "node 2 could not be started: KeyError: 'a bug of its client'",
+    ]
+
+
+def test_the_first_start_fails(scheduler, events):
+    """What was started before it is ended."""
+    keeper = Keeper(events)
+    start = scheduler.start
+
+    def fail_second(node):
+        if node == 1:
+            raise ce.StartError("sbatch says: no")
+        start(node)
+
+    scheduler.start = fail_second
+    with pytest.raises(ce.StartError, match="sbatch says: no"):
+        keeper.keep(scheduler, 3)
+    assert stop(keeper) == "" and scheduler.log == ["start 0", "stop"]
+
+
+def test_a_scheduler_that_gives_no_answer_is_told_once_and_again_when_it_does(keeper, scheduler, events, caplog):
+    scheduler.failure = ce.StartError("Kubernetes cannot be reached: object at 0x7f01, port 1234")
+    wait_for(lambda: len(events()) == 1)
+    scheduler.failure = ce.StartError("Kubernetes cannot be reached: object at 0x7fab, port 1235")
+    looks = scheduler.look
+    seen = threading.Semaphore(0)
+    scheduler.look = lambda: (seen.release(), looks())[1]
+    assert seen.acquire(timeout=10) and seen.acquire(timeout=10)
+    assert len(events()) == 1, "the same state, in other numbers"
+    scheduler.failure = ce.StartError("Kubernetes says: Unauthorized")
+    wait_for(lambda: len(events()) == 2)
+    scheduler.failure = None
+    wait_for(lambda: len(events()) == 3)
+    assert [event.kind for event in events()] == ["scheduler_lost", "scheduler_lost", "scheduler_back"]
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "port 1234" in told[0] and "says: Unauthorized" in told[1] and "answers again" in told[2], told
+
+
+def test_a_client_that_raises_anything_does_not_end_the_thread(keeper, scheduler, events):
+    scheduler.over = None  # what `look` makes of it is a TypeError
+    wait_for(lambda: any("TypeError" in event.reason for event in events()))
+    scheduler.over = {0: "ended"}
+    wait_for(lambda: keeper.over == {0: "ended"})
+    assert stop(keeper) == stop(keeper) == "" and scheduler.log == ["stop"]
+
+
+@pytest.mark.parametrize("what", ["look", "start", "stop"])
+def test_a_call_that_hangs_is_not_waited_for_and_nothing_is_started_after_it(keeper, scheduler, what):
+    scheduler.hangs.add(what)
+    keeper.want(2)
+    keeper.want(3)
+    if what != "stop":
+        wait_for(lambda: f"{what} hangs" in scheduler.log)
+    else:
+        wait_for(lambda: "start 3" in scheduler.log)
+    start = time.monotonic()
+    assert "did not answer" in stop(keeper, 0.1)
+    assert time.monotonic() - start < 5.0
+    scheduler.log.clear()
+    scheduler.goes_on.set()
+    wait_for(lambda: "stop" in scheduler.log)
+    assert scheduler.log == (["start 2", "stop"] if what == "start" else ["stop"]), "late, but ended after all"
+
+
+def test_what_could_not_be_ended_is_told(keeper, scheduler):
+    scheduler.failure = ce.StartError("scancel says: no")
+    assert stop(keeper) == "scancel says: no"
