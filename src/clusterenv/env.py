@@ -170,7 +170,6 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self._refuse_ended(None)
         knobs = collector.hand_over()
         pool = self._pool
-        pool.acted = []
         self._interrupted = True
         try:
             pool.desk.tell_all()
