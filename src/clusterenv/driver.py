@@ -15,10 +15,9 @@ from collections import deque
 from typing import Any
 
 import numpy as np
-from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
-from clusterenv.engine.agreement import agree
+from clusterenv.engine.agreement import Agreed, agree
 from clusterenv.engine.fragments import FragmentDesk, of_slots
 from clusterenv.engine.health import PaceWatch
 from clusterenv.engine.incarnations import Lives
@@ -40,6 +39,7 @@ from clusterenv.executors.contract import Crew
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Buffers, make_layout
 from clusterenv.recovery import Recovery
+from clusterenv.spec import Blueprint, own_spaces
 from clusterenv.system.interrupts import held_back
 from clusterenv.wire import infos as info_columns
 from clusterenv.wire.requests import (
@@ -78,7 +78,7 @@ class Pool:
         mode: AutoresetMode | None,
         recovery: Recovery,
         *,
-        is_vector: bool,
+        blueprint: Blueprint,
         events: EventLog,
         node_of: list[int] | None = None,
     ) -> None:
@@ -88,7 +88,7 @@ class Pool:
         """Worker → the machine that it is on: weights go to each machine once."""
         self.num_envs = sum(map(len, slots_of))
         self._worker_of = [w for w, slots in enumerate(slots_of) for _ in slots]
-        self.is_vector = is_vector
+        self.is_vector = blueprint.is_vector
         self.events = events
         self._requests = Requests(len(slots_of))
         self._inbox: deque[tuple[int, Any]] = deque()
@@ -100,14 +100,14 @@ class Pool:
         self._losses = Losses(mode or AutoresetMode.NEXT_STEP)
         self._repairs = Repairs(self, crew, recovery, self._lives, self._losses)
         try:
-            self._start(mode)
+            self._start(mode, blueprint)
         except BaseException:
             crew.close(0.0)
             raise
 
     # -- starting ---------------------------------------------------------------------------------------------
 
-    def _start(self, mode: AutoresetMode | None) -> None:
+    def _start(self, mode: AutoresetMode | None, blueprint: Blueprint) -> None:
         for worker, slots in enumerate(self.slots_of):
             self._crew.start(worker)
             seeds = [self._lives.seed(slot) for slot in slots]
@@ -128,19 +128,22 @@ class Pool:
                     raise env_error(message.faults[0], self._where(worker))
                 self._requests.close_all(worker)
                 built[worker] = message
-        self._adopt(agree(built, self.slots_of), mode)
+        self._adopt(agree(built, self.slots_of, blueprint.observation_mode, lambda: own_spaces(blueprint)), mode)
 
-    def _adopt(self, built: Built, mode: AutoresetMode | None) -> None:
-        self.single_observation_space: Space[Any] = built.observation_space
-        self.single_action_space: Space[Any] = built.action_space
-        self.render_mode = built.render_mode
-        self.metadata = dict(built.metadata)
+    def _adopt(self, agreed: Agreed, mode: AutoresetMode | None) -> None:
+        self.single_observation_space = agreed.single_observation_space
+        self.observation_space = agreed.observation_space
+        self.single_action_space = agreed.single_action_space
+        self.render_mode = agreed.render_mode
+        self.metadata = dict(agreed.metadata)
         self.mode = mode or AutoresetMode.NEXT_STEP
         if self.is_vector and mode is None:
-            own = built.metadata.get("autoreset_mode")
+            own = agreed.metadata.get("autoreset_mode")
             self.mode = own if isinstance(own, AutoresetMode) else AutoresetMode.NEXT_STEP
         self._losses.mode = self.mode
-        layout = make_layout(self.single_observation_space, self.single_action_space, self.num_envs)
+        layout = make_layout(
+            self.single_observation_space, self.single_action_space, self.num_envs, is_same=agreed.is_same
+        )
         if self.is_vector and (not layout.actions_are_shared or any(leaf.dtype is None for leaf in layout.obs)):
             raise SpecError("Vector(fn) takes spaces of a fixed size only (no Text, Sequence, Graph)")
         self.layout = layout
@@ -310,7 +313,7 @@ class Pool:
         for reply in self.replies(requests):
             results += reply.result or []
         if sticky:
-            self._lives.remember_call(name, args, kwargs)
+            self._lives.remember_call(name, args, kwargs, [slot for its in chosen for slot in its])
         return results
 
     def set_attr(self, name: str, values: dict[int, Any]) -> None:
