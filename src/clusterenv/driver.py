@@ -14,7 +14,6 @@ from collections import deque
 from typing import Any
 
 import numpy as np
-from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.engine.agreement import agree
@@ -43,6 +42,7 @@ from clusterenv.executors.contract import Crew
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Buffers, make_layout
 from clusterenv.recovery import Recovery
+from clusterenv.spec import Blueprint, own_spaces
 from clusterenv.system.interrupts import held_back
 from clusterenv.wire.requests import Attach, Build, Built, FragmentResult, Reply, Sticky
 
@@ -68,7 +68,7 @@ class Pool:
         mode: AutoresetMode | None,
         recovery: Recovery,
         *,
-        is_vector: bool,
+        blueprint: Blueprint,
         events: EventLog,
         node_of: list[int] | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class Pool:
         self.node_of = [0] * len(slots_of) if node_of is None else node_of
         """Worker → the machine that it is on: weights go to each machine once."""
         self.num_envs = sum(map(len, slots_of))
-        self.is_vector = is_vector
+        self.is_vector = blueprint.is_vector
         self.events = events
         self._inbox: deque[tuple[int, Any]] = deque()
         self._watched_at_s = 0.0
@@ -86,25 +86,28 @@ class Pool:
         self._health = Health(self._workers, self._requests, recovery)
         lives = Lives(self.num_envs)
         try:
-            self._start(lives, mode, recovery)
+            self._start(blueprint, lives, mode, recovery)
         except BaseException:
             crew.close(0.0)
             raise
 
     # -- starting ---------------------------------------------------------------------------------------------
 
-    def _start(self, lives: Lives, mode: AutoresetMode | None, recovery: Recovery) -> None:
+    def _start(self, blueprint: Blueprint, lives: Lives, mode: AutoresetMode | None, recovery: Recovery) -> None:
         """Build every environment, then the engine over what they have in common."""
-        built = agree(self._build(lives), self.slots_of)
-        self.single_observation_space: Space[Any] = built.observation_space
-        self.single_action_space: Space[Any] = built.action_space
-        self.render_mode = built.render_mode
-        self.metadata = dict(built.metadata)
+        agreed = agree(self._build(lives), self.slots_of, blueprint.observation_mode, lambda: own_spaces(blueprint))
+        self.single_observation_space = agreed.single_observation_space
+        self.observation_space = agreed.observation_space
+        self.single_action_space = agreed.single_action_space
+        self.render_mode = agreed.render_mode
+        self.metadata = dict(agreed.metadata)
         if mode is None:
-            own = built.metadata.get("autoreset_mode") if self.is_vector else None
+            own = agreed.metadata.get("autoreset_mode") if self.is_vector else None
             mode = own if isinstance(own, AutoresetMode) else AutoresetMode.NEXT_STEP
         self.mode = mode
-        layout = make_layout(self.single_observation_space, self.single_action_space, self.num_envs)
+        layout = make_layout(
+            self.single_observation_space, self.single_action_space, self.num_envs, is_same=agreed.is_same
+        )
         if self.is_vector and (not layout.actions_are_shared or any(leaf.dtype is None for leaf in layout.obs)):
             raise SpecError("Vector(fn) takes spaces of a fixed size only (no Text, Sequence, Graph)")
         self.layout = layout
@@ -252,7 +255,7 @@ class Pool:
         for reply in self.replies(requests):
             results += reply.result or []
         if sticky:
-            self._state.incarnations.remember_call(name, args, kwargs)
+            self._state.incarnations.remember_call(name, args, kwargs, range(self.num_envs) if slots is None else slots)
         return results
 
     def set_attr(self, name: str, values: dict[int, Any]) -> None:
