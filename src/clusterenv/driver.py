@@ -22,11 +22,12 @@ from clusterenv.engine.agreement import agree
 from clusterenv.engine.fragments import FragmentDesk, of_slots
 from clusterenv.engine.health import PaceWatch
 from clusterenv.engine.incarnations import Lives
-from clusterenv.engine.inputs import Exit, Stack
+from clusterenv.engine.inputs import Exit, Placed, Stack, WeightsHeld, WeightsRefused, WeightsSent
 from clusterenv.engine.repairs import Repairs, env_error, last_words
 from clusterenv.engine.requests import Kind, Request, Requests
 from clusterenv.engine.rows import Delivery, Rows
 from clusterenv.engine.slots import Losses
+from clusterenv.engine.weights import Transfer, WeightLedger
 from clusterenv.errors import (
     DeadlineError,
     NotPlainError,
@@ -95,6 +96,7 @@ class Pool:
         self.acted: list[Acted] = []  # what the workers' policy did in the step under way
         self._steps = 0  # since slow environments were looked for
         self._pace = PaceWatch()
+        self.weights = WeightLedger(self.node_of)
         self.desk = FragmentDesk(self)
         self._lives = Lives(self.num_envs)
         self._losses = Losses(mode or AutoresetMode.NEXT_STEP)
@@ -117,6 +119,9 @@ class Pool:
             for worker, message in self._wait(None):
                 if isinstance(message, Stack):
                     self._repairs.long_call(worker, message.text)
+                    continue
+                if isinstance(message, Placed):
+                    self.weights.placed(*message)
                     continue
                 if isinstance(message, Exit):
                     raise WorkerLostError(
@@ -405,6 +410,10 @@ class Pool:
                 self._repairs.worker_gone(worker, message, asked)
             elif isinstance(message, Stack):
                 self._repairs.long_call(worker, message.text)
+            elif isinstance(message, Placed):
+                self.weights.placed(*message)
+            elif isinstance(message, (WeightsSent, WeightsHeld, WeightsRefused)):
+                self._weights_went(message)
             elif isinstance(message, Built):
                 built = self._requests.get(worker, message.request)
                 if built is not None:
@@ -471,8 +480,17 @@ class Pool:
     def allocate_arena(self, layout: ArenaLayout) -> Any:
         return self._crew.allocate_arena(layout)
 
-    def put_weights(self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False) -> None:
-        self._crew.put_weights(node, data, offset, packed, keep)
+    def put_weights(self, transfer: Transfer) -> None:
+        if self._crew.put_weights(transfer):
+            self.weights.heard(WeightsSent(transfer.weights.number, len(transfer.data)))
+            self.weights.heard(WeightsHeld(transfer.weights.number))
+
+    def _weights_went(self, event: WeightsSent | WeightsHeld | WeightsRefused) -> None:
+        again = self.weights.heard(event)
+        if again is not None:
+            node = again.machine.node
+            self.events.add(Event("weights_refused", f"node {node} could not unpack its weights: it gets them whole"))
+            self.put_weights(again)
 
     def incarnations(self, slots: list[int]) -> list[int]:
         return [self._lives.incarnations[slot] for slot in slots]
@@ -555,6 +573,7 @@ class Pool:
             "slow_slots": sorted(self._pace.slow),
             "step_time_s": self.buffers.pace_s.copy(),
             "incarnations": np.array(self._lives.incarnations),
+            "pull_s": list(self.weights.pull_s),
             **self._crew.stats(),
         }
 

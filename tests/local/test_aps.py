@@ -196,7 +196,7 @@ def test_weights_that_a_node_has_are_not_taken_for_the_exact_ones_of_their_versi
         publisher = collector._exchange.publisher
         exact = publisher._forward_newest(rows)
         near = {name: values * np.float32(0.5) for name, values in policy.weights().items()}
-        publisher.keep({publisher.version: codec.encode(near)})
+        publisher.weights_of = {publisher.version: codec.encode(near)}.get
         assert not np.allclose(publisher._forward_of(publisher.version, rows), exact)
         assert np.array_equal(publisher._forward_newest(rows), exact)
 

@@ -44,7 +44,7 @@ def test_the_drift_of_a_version_whose_weights_nobody_has_is_not_known():
         publisher: Publisher = collector._exchange.publisher
         publisher.publish()
         publisher.note(3, {"obs": np.zeros((2, 4), np.float32)}, np.zeros((2, 2), np.float32))
-        publisher.keep({3: publisher.data})
+        publisher.weights_of = {3: publisher.data}.get
         assert publisher.drift(1, {}) is None, "a late fragment of version 1, none of whose samples was valid"
 
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from clusterenv.code.missing import missing_package
 from clusterenv.engine.cut import cut
-from clusterenv.engine.places import Shelf
 from clusterenv.engine.requests import Kind, Request
 from clusterenv.engine.streaming import FragmentStream
+from clusterenv.engine.weights import Transfer, WeightLedger
 from clusterenv.errors import DeadlineError, PolicyError
 from clusterenv.events import Event, EventLog
 from clusterenv.memory.fragments import Arena, ArenaLayout, Side
@@ -58,6 +58,7 @@ class Host(Protocol):
     slots_of: list[list[int]]
     node_of: list[int]
     events: EventLog
+    weights: WeightLedger
 
     @property
     def buffers(self) -> Buffers: ...
@@ -73,9 +74,7 @@ class Host(Protocol):
     def collected(self, slots: list[int], stepped: Any, result: FragmentResult) -> None: ...
     def info_not_sent(self, worker: int, reason: str) -> None: ...
     def allocate_arena(self, layout: ArenaLayout) -> Any: ...
-    def put_weights(
-        self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False
-    ) -> None: ...
+    def put_weights(self, transfer: Transfer) -> None: ...
 
 
 class FragmentDesk:
@@ -85,10 +84,7 @@ class FragmentDesk:
         self._epoch = 0  # counts policies: a worker that has an older one is told anew
         self._arena: Arena | None = None
         self._arena_epoch = 0
-        nodes = max(host.node_of) + 1
-        self._weights = [(-1, 0, 0)] * nodes  # version, offset, size
-        self._shelves = [Shelf() for _ in range(nodes)]
-        self._known: dict[int, tuple[int, int, int]] = {}  # worker → epochs of policy and arena, version
+        self._known: dict[int, tuple[int, int]] = {}  # worker → epochs of policy and arena
         self._waiting: set[int] = set()  # workers whose fragment is not begun
         self._running: set[int] = set()
         self._stale: set[int] = set()  # running, but nobody wants the result any more
@@ -110,24 +106,6 @@ class FragmentDesk:
     def attach(self, policy: Attached) -> None:
         self._policy = policy
         self._epoch += 1
-        self._weights = [(-1, 0, 0)] * len(self._weights)
-
-    def offer(self, node: int, version: int, data: bytes, packed: bytes | None = None, keep: bool = False) -> None:
-        """Weights of a new version for one machine; its workers load them before their next fragment."""
-        offset = self._shelves[node].place(len(data), None)
-        self._host.put_weights(node, data, offset, packed, keep)
-        self._weights[node] = (version, offset, len(data))
-
-    def _put(self, node: int, data: bytes) -> int:
-        """Beside what the machine has."""
-        offset = self._shelves[node].place(len(data), self._weights[node][1])
-        self._host.put_weights(node, data, offset)
-        return offset
-
-    def _load(self, worker: int, version: int, offset: int, size: int) -> None:
-        request = LoadWeights(self._host.number(), version, offset, size)
-        self._shelves[self._host.node_of[worker]].reads(worker, request.request, offset)
-        self._host.post(worker, Kind.POLICY, self._host.slots_of[worker], request)
 
     @property
     def is_busy(self) -> bool:
@@ -229,15 +207,9 @@ class FragmentDesk:
             raise error
 
     def evaluate(
-        self,
-        episodes: int,
-        seed: int,
-        deterministic: bool,
-        record: int,
-        knobs: dict[str, Any],
-        others: dict[int, bytes],
+        self, episodes: int, seed: int, deterministic: bool, record: int, knobs: dict[str, Any]
     ) -> list[Episode]:
-        """Play episodes with the policy that is attached; on the nodes in `others` with those weights instead."""
+        """Play episodes with the policy that is attached."""
         host = self._host
         workers = range(len(host.slots_of))
         self._settle_down()  # a prefetched fragment is kept, and taken by the next rollout
@@ -245,12 +217,6 @@ class FragmentDesk:
             host.turn(None)
         for worker in workers:
             self._tell_policy(worker)
-        places = {node: self._put(node, data) for node, data in others.items()}
-        for worker in workers:
-            node = host.node_of[worker]
-            if node in others:
-                self._load(worker, -1, places[node], len(others[node]))
-                self._known[worker] = (self._epoch, self._known[worker][1], -2)
         requests = []
         for worker in workers:
             mine = list(range(episodes))[worker :: len(workers)]
@@ -292,10 +258,10 @@ class FragmentDesk:
 
     def took(self, worker: int, kind: Kind, reply: Reply) -> None:
         result: FragmentResult | None = reply.result
-        self._shelves[self._host.node_of[worker]].has_read(reply.request)
+        self._host.weights.of(worker).has_read(reply.request)
         if result is not None and result.policy_error is not None and worker not in self._stale:
             what, text = result.policy_error
-            where = f"worker {worker}" + (f" on node {self._host.node_of[worker]}" if len(self._weights) > 1 else "")
+            where = f"worker {worker}" + (f" on node {self._host.node_of[worker]}" if max(self._host.node_of) else "")
             advice = missing_package(what, where)
             what = f"{what} ({where})" + (f": {advice}" if advice else "")
             if self._error is None:  # what follows from the first is not worth telling
@@ -346,7 +312,7 @@ class FragmentDesk:
     def lost(self, worker: int) -> None:
         """The worker died; its replacement knows nothing."""
         self._known.pop(worker, None)
-        self._shelves[self._host.node_of[worker]].forget(worker)
+        self._host.weights.of(worker).worker_lost(worker)
         if self._stream is not None:
             self._stream.lost(worker)
             return
@@ -387,17 +353,22 @@ class FragmentDesk:
         host, policy = self._host, self._policy
         assert policy is not None
         slots = host.slots_of[worker]
-        epoch, arena_epoch, version = self._known.get(worker, (0, 0, -2))
+        epoch, arena_epoch = self._known.get(worker, (0, 0))
         if epoch != self._epoch:
             told = SetPolicy(host.number(), *policy)
             host.post(
                 worker, Kind.POLICY, slots, told._replace(family=None) if isinstance(told.recipe, Named) else told
             )
-            version = -2
-        newest, offset, size = self._weights[host.node_of[worker]]
-        if version != newest:
-            self._load(worker, newest, offset, size)
-        self._known[worker] = (self._epoch, arena_epoch, newest)
+            host.weights.of(worker).policy_changed(worker)
+        weights = host.weights.of(worker).missing(worker)
+        if weights is not None:
+            number = host.number()
+            offset, transfer = host.weights.load(worker, weights, number, time.monotonic())
+            if transfer is not None:
+                host.put_weights(transfer)
+            load = LoadWeights(number, weights.version, offset, len(weights.data), weights.number)
+            host.post(worker, Kind.POLICY, slots, load)
+        self._known[worker] = (self._epoch, arena_epoch)
 
     def _send(self, worker: int) -> None:
         self._incarnations[worker] = self.send(worker, self._num_steps, self._side, self._knobs)
@@ -409,10 +380,10 @@ class FragmentDesk:
         assert self._arena is not None
         slots = host.slots_of[worker]
         self._tell_policy(worker)
-        epoch, arena_epoch, newest = self._known[worker]
+        epoch, arena_epoch = self._known[worker]
         if arena_epoch != self._arena_epoch:
             host.tell(worker, MapArena(self._arena.layout))
-            self._known[worker] = (epoch, self._arena_epoch, newest)
+            self._known[worker] = (epoch, self._arena_epoch)
         # Zero is what a worker takes for a knob that is not there.
         knobs = {name: of_slots(value, slots) for name, value in all_knobs.items() if np.ndim(value) or value}
         incarnations = host.incarnations(slots)

@@ -19,6 +19,7 @@ from clusterenv.engine.inputs import Cause, Exit
 from clusterenv.engine.requests import Kind, Request, Requests
 from clusterenv.engine.rows import Delivery
 from clusterenv.engine.slots import Loss, Losses, Seen
+from clusterenv.engine.weights import WeightLedger
 from clusterenv.errors import ClusterEnvError, CrashLoopError, EnvError, WorkerLostError
 from clusterenv.events import Event, EventLog
 from clusterenv.executors.contract import Crew
@@ -41,6 +42,7 @@ class Host(Protocol):
     events: EventLog
     desk: FragmentDesk
     rows: Delivery
+    weights: WeightLedger
 
     def number(self) -> int: ...
     def post(self, worker: int, kind: Kind, slots: list[int], message: Any) -> Request: ...
@@ -219,6 +221,9 @@ class Repairs:
         self._looked_at = now
         for worker in range(len(self._host.slots_of)):
             if not requests.is_busy(worker) or worker in self._hung or worker in self._losses.respawn:
+                continue
+            if self._host.weights.is_travelling(worker):  # its requests wait on its node: it has not begun them
+                self._hangs.began(worker, now)
                 continue
             at = self._crew.progress(worker)
             phase = PHASES[at[1]]
