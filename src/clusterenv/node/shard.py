@@ -81,7 +81,6 @@ class Seat:
             payload,
             False,
             spec,  # type: ignore[arg-type]
-            "",
             host.is_named,
             delivered=delivered,
         )
