@@ -5,19 +5,21 @@ Same face as `ProcessCrew`; requests are carried out at once, and no timeout end
 
 from __future__ import annotations
 
+import copy
 import mmap
 from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.engine.inputs import Cause, Exit
+from clusterenv.engine.requests import Request
 from clusterenv.errors import UsageError
-from clusterenv.executors.contract import Cause, Exit
 from clusterenv.memory.fragments import ArenaLayout
+from clusterenv.memory.progress import PROGRESS_BYTES
 from clusterenv.memory.rows import Layout
 from clusterenv.spec import Blueprint, load_makers
 from clusterenv.wire.requests import Close, Reply
 from clusterenv.worker.dispatch import Dispatcher
-from clusterenv.worker.main import PROGRESS_BYTES
 
 __all__ = ["InlineCrew"]
 
@@ -94,16 +96,22 @@ class InlineCrew:
         self._events = [event for event in self._events if event[0] != index]
         return taken
 
-    def send(self, index: int, message: Any) -> None:
+    def send(self, index: int, message: Any, request: Request | None = None) -> None:
         if isinstance(message, Close):
             return  # `close` does it
         try:
-            reply = self._dispatchers[index].handle(message, lambda part: self._events.append((index, part)))
+            reply = self._dispatchers[index].handle(message, lambda part: self._answer(index, part))
         except BaseException:  # Ctrl-C within an environment: what state it is in, nobody knows
             self._events.append((index, Exit("was interrupted", "", Cause.INTERRUPTED)))
             raise
         if reply is not None:
-            self._events.append((index, reply))
+            self._answer(index, reply)
+
+    def _answer(self, index: int, reply: Any) -> None:
+        if isinstance(reply, Reply) and reply.objects:
+            # Nothing is pickled here, and an environment may go on to change what it returned.
+            reply = reply._replace(objects=copy.deepcopy(reply.objects))
+        self._events.append((index, reply))
 
     def wait(self, timeout_s: float) -> list[tuple[int, Any]]:
         events, self._events = self._events, []

@@ -24,18 +24,19 @@ from typing import Any, Literal
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.engine.inputs import Exit, Stack
+from clusterenv.engine.requests import Request
 from clusterenv.errors import ClusterEnvError, SpecError, UsageError
 from clusterenv.events import emit, emit_output
-from clusterenv.executors.contract import Exit, Stack
 from clusterenv.memory.fragments import ArenaLayout
+from clusterenv.memory.progress import BELL, PROGRESS_BYTES, STOP, TICK
 from clusterenv.memory.rows import Layout
 from clusterenv.spec import Blueprint
 from clusterenv.system.exits import how_it_ended
 from clusterenv.system.open_files import allow_open_files
 from clusterenv.wire.channel import FrameReader, encode, encode_quick
 from clusterenv.wire.requests import Close
-from clusterenv.worker.act_and_step import STOP, TICK
-from clusterenv.worker.main import BELL, PROGRESS_BYTES, SharedMemory
+from clusterenv.worker.main import SharedMemory
 
 __all__ = ["ProcessCrew"]
 
@@ -230,7 +231,7 @@ class ProcessCrew:
             return []
         return link.reader.feed(self._scratch[:size])
 
-    def send(self, index: int, message: Any) -> None:
+    def send(self, index: int, message: Any, request: Request | None = None) -> None:
         link = self._links.get(index)
         if link is not None:  # else its `Exit` was handed out already, and settles what was asked of it
             self._queue(link, encode(message))

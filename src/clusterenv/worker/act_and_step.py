@@ -26,7 +26,7 @@ from clusterenv.worker.fragment import Fragment
 from clusterenv.worker.pace import TIMED_EVERY
 from clusterenv.worker.policy import WorkerPolicy, not_finite, pad_starts, policy_failed
 
-__all__ = ["STOP", "TICK", "FragmentLoop"]
+__all__ = ["FragmentLoop"]
 
 Ended = list[tuple[int, dict[str, Any]]]
 """(column, info) of the episodes that a step ended."""
