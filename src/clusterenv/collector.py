@@ -107,7 +107,6 @@ class Collector:
         self._is_recurrent = prepared.is_recurrent
         in_obs = prepared.mask in getattr(envs.single_observation_space, "spaces", {})
         self._watch = KeyWatch(None if in_obs else prepared.mask, ())  # of `step(agent)`; fragments have their own
-        self._sample_every: int | None = None  # of its own; for experiments
         self._was_overdue = False
         workers = len(self._pool.slots_of)
         self._tally = Tally(workers)
@@ -282,8 +281,7 @@ class Collector:
         desk = self._pool.desk
         desk.sample_within = REPLAY if self._is_recurrent else None
         steps = min(num_steps, desk.sample_within or num_steps)
-        every = self._sample_every or sample_every(steps * self._pool.num_envs)
-        desk.sample_every = every if self._exchange.measures_drift else 0
+        desk.sample_every = sample_every(steps * self._pool.num_envs) if self._exchange.measures_drift else 0
 
     def _offer_all(self) -> None:
         for node in range(len(self._exchange.holdings)):

@@ -7,7 +7,6 @@ pulls, it is given the newest weights (`pull`). Called by `Collector`; no I/O.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -100,8 +99,6 @@ class Exchange:
         self.codec = codec
         self.publisher = Publisher(policy, recipe, family)
         self.holdings = [Holding() for _ in range(nodes)]
-        self.on_decision: Callable[[int, Standing, Decision], None] | None = None
-        """Told of every one, with its node: for experiments."""
         self._policy = policy
         self._packed: dict[str, _Form] = {}  # by what a node has: those that have the same share it
         self._packed_for = -1
@@ -144,8 +141,6 @@ class Exchange:
             decision = Decision(True, f"{standing.lag} versions behind, max_staleness={max_lag}")
         else:
             decision = decide(self.rule, standing)
-        if self.on_decision is not None:
-            self.on_decision(node, standing, decision)
         return decision
 
     def pull(self, node: int) -> Pulled:
