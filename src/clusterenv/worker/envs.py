@@ -119,6 +119,8 @@ class EnvGroup:
         self._side_bytes = buffers.side.data[self.rows]
         # Where the last observations of all slots lie on one side, the other is free for all of them.
         self._free_side = {bytes([1 - side]) * len(self.slots): side for side in (0, 1)}
+        is_one = self._one_action_leaf and self._shared_actions
+        self._action_rows = buffers.actions[0][self.rows] if is_one else None
         self._batch_space = batch_space(self._action_space, len(self.envs)) if self._shared_actions else None
 
     # -- the hot loop -----------------------------------------------------------------------------------------
@@ -140,8 +142,9 @@ class EnvGroup:
         faults: list[Fault] = []
         block: list[Any] = []
         add = block.append
+        actions = self._action_rows.copy() if self._action_rows is not None else self._actions(self.rows)
         at[1] = STEP
-        for slot, over, step, action in zip(self.slots, ended, self.steps, self._actions(self.rows), strict=True):
+        for slot, over, step, action in zip(self.slots, ended, self.steps, actions, strict=True):
             at[0] = slot
             try:
                 if over:
