@@ -12,8 +12,8 @@ from clusterenv.engine.requests import Requests
 from clusterenv.engine.weights import WeightLedger
 from clusterenv.engine.workers import Progress, Workers, WorkerState
 from clusterenv.events import Event
+from clusterenv.memory.progress import PHASES
 from clusterenv.recovery import Recovery
-from clusterenv.worker.envs import PHASES
 
 __all__ = ["Health", "PaceWatch", "innermost_line"]
 

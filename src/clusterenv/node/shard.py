@@ -63,7 +63,6 @@ class Seat:
             payload,
             False,
             spec,  # type: ignore[arg-type]
-            "",
             host.is_named,
             delivered=delivered,
         )
