@@ -49,17 +49,17 @@ _FIRST_STATES = 64
 class Home(Protocol):
     """What a collector needs of the environments that it is attached to (`ClusterEnv`)."""
 
-    attached: Collector | None
-    is_remote: bool
-    allow_pickle: bool
-    known_packages: frozenset[str]
+    _attached: Collector | None
+    _is_remote: bool
+    _allow_pickle: bool
+    _known_packages: frozenset[str]
     """The user's own packages that the nodes were asked about when they joined."""
     single_observation_space: Space[Any]
     single_action_space: Space[Any]
 
-    @property
-    def pool(self) -> Pool: ...
-    def ready_to_collect(self, collector: Collector, call: str) -> None: ...
+    _pool: Pool
+
+    def _ready_to_collect(self, collector: Collector, call: str) -> None: ...
 
 
 class Collector:
@@ -83,7 +83,7 @@ class Collector:
         expect("collector", "prefetch", prefetch, bool)
         seed = None if seed is None else int(seed)
         self._envs = envs
-        self._pool = envs.pool
+        self._pool = envs._pool
         self.seed = seed
         self._on_loss: Literal["rerun", "mask"] = on_loss
         self._prefetch = prefetch
@@ -92,18 +92,18 @@ class Collector:
         prepared = self._policy.prepare(envs.single_observation_space, envs.single_action_space)
         emit(logging.INFO, f"policy recognised: {prepared.description}")
         try:
-            is_sent = envs.is_remote and envs.allow_pickle
-            recipe = carry(prepared.recipe, envs.known_packages) if is_sent else dumps(prepared.recipe)
+            is_sent = envs._is_remote and envs._allow_pickle
+            recipe = carry(prepared.recipe, envs._known_packages) if is_sent else dumps(prepared.recipe)
         except Exception as error:  # pickling runs user code (__reduce__), which may raise anything
             what = f"{type(error).__name__}: {why(error)}"
             raise PolicyError(f"the policy cannot be pickled, so it cannot travel to the workers: {what}") from error
         self._pool.need_packages(getattr(self._policy, "packages", ()))
         own_seed = secrets.randbits(128) if seed is None else seed
-        travels = recipe if envs.allow_pickle else named(self._policy)
+        travels = recipe if envs._allow_pickle else named(self._policy)
         self._attached = Attached(travels, prepared.family, prepared.mask, own_seed, tuple(info_keys))
         rule = Always() if sync is None else sync
         if codec is None:
-            codec = "auto" if envs.is_remote and isinstance(rule, APS) else "fp32"
+            codec = "auto" if envs._is_remote and isinstance(rule, APS) else "fp32"
         self._exchange = Exchange(self._policy, recipe, prepared.family, rule, codec)
         self._exchange.publisher.weights_of = self._weights_of
         self._nodes = [Node() for _ in range(max(self._pool.node_of) + 1)]
@@ -130,10 +130,10 @@ class Collector:
         expect("rollout", "num_steps", num_steps, int, least=1)
         expect("rollout", "timeout_s", timeout_s, float | None, least=0)
         expect("rollout", "copy", copy, bool)
-        self._envs.ready_to_collect(self, "rollout")
+        self._envs._ready_to_collect(self, "rollout")
         begin = time.perf_counter()
         desk = self._pool.desk
-        if desk.is_under_way and self._envs.attached is not self:
+        if desk.is_under_way and self._envs._attached is not self:
             raise UsageError("another collector's fragment is under way: take it with its rollout(), or reset() first")
         if desk.is_under_way and desk.num_steps != num_steps:
             raise UsageError(
@@ -185,7 +185,7 @@ class Collector:
     def _stream(
         self, num_steps: int, min_envs: int, max_staleness: int | None, queue: int, timeout_s: float | None
     ) -> Generator[Rollout, None, None]:
-        self._envs.ready_to_collect(self, "stream")
+        self._envs._ready_to_collect(self, "stream")
         desk = self._pool.desk
         if self._exchange.publisher.version < 0:
             self.publish()
@@ -293,7 +293,7 @@ class Collector:
             self._offer(machine)
 
     def _weights_of(self, version: int) -> bytes | None:
-        return self._pool.weights.data_of(version) if self._envs.attached is self else None
+        return self._pool.weights.data_of(version) if self._envs._attached is self else None
 
     def _offer(self, machine: Machine, max_lag: int | None = None) -> None:
         """The machine's workers are to have this policy, in the newest version or in one that the rule puts up with.
@@ -301,8 +301,8 @@ class Collector:
         `max_lag`: what is older would be dropped, and nothing ever learned from it: pull, whatever the rule says.
         """
         desk = self._pool.desk
-        if self._envs.attached is not self:
-            self._envs.attached = self
+        if self._envs._attached is not self:
+            self._envs._attached = self
             self._pool.weights.attach(self._nodes)
             if self._exchange.codec == "auto" and not self._is_recurrent and self._attached.mask is None:
                 some = np.arange(min(self._pool.num_envs, _FIRST_STATES))
@@ -431,7 +431,7 @@ class Collector:
         expect("evaluate", "record", record, int, least=0)
         if record > episodes:
             raise refused("evaluate", "record", record, f"at most episodes={episodes}")
-        self._envs.ready_to_collect(self, "evaluate")
+        self._envs._ready_to_collect(self, "evaluate")
         if deterministic and isinstance(self._attached.family, Uniform):
             raise PolicyError("a random policy has no greedy action: evaluate(deterministic=False)")
         other, policy = None, self._policy
@@ -466,15 +466,15 @@ class Collector:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Versions and counters go on; actions come from the random streams of the slots' new incarnations."""
-        if self._envs.attached is self and self._pool.desk.is_under_way:
+        if self._envs._attached is self and self._pool.desk.is_under_way:
             raise UsageError(
                 "load_state_dict() while a fragment is under way (prefetch, or a call that timed out): "
                 "take it with rollout(), or reset() first"
             )
         self._exchange.publisher.resume(state["version"])
         self._attached = self._attached._replace(seed=state["seed"])
-        if self._envs.attached is self:
-            self._envs.attached = None  # what the workers have is of other versions, under the same numbers
+        if self._envs._attached is self:
+            self._envs._attached = None  # what the workers have is of other versions, under the same numbers
         self._tally.counts = dict(state["counts"])
 
     # -- looking ----------------------------------------------------------------------------------------------
@@ -485,7 +485,7 @@ class Collector:
         `steps_per_s`, `worker_steps_per_s` and `time_shares` are of the recent batches: the first, in which the workers
         started, counts only until there is a second.
         """
-        ledger, is_attached = self._pool.weights, self._envs.attached is self
+        ledger, is_attached = self._pool.weights, self._envs._attached is self
         nodes = [node.as_dict(ledger.version_of(i) if is_attached else -1) for i, node in enumerate(self._nodes)]
         sums = ("pulls", "weight_bytes", "evaluation_bytes", "drift_bytes", "fragment_bytes")
         stalest = max(nodes, key=lambda node: -1.0 if node["drift"] is None else node["drift"])
