@@ -160,6 +160,29 @@ def test_another_policy_is_not_mistaken_for_what_was_on_its_way(told):
     assert machine.held is None and told.nodes[0].pulls == 1 and others[0].pulls == 0
 
 
+def test_a_shard_that_leaves_a_machine_with_another_one_reads_nothing_there(told):
+    told.ledger.placed(1, 0, 1)
+    machine = told.ledger.of(0)
+    told.ledger.assign(machine, 0, b"x")
+    _, first, transfer = told.load(0)
+    told.load(3)
+    told.arrive(transfer)
+    machine.has_read(1)
+    told.ledger.placed(1, None, 0)
+    told.ledger.assign(machine, 1, b"y")
+    assert told.load(0)[1] == first, "worker 3 would have kept the place for ever"
+
+
+def test_what_was_not_sent_is_sent_the_next_time(told):
+    machine = told.ledger.of(0)
+    told.ledger.assign(machine, 0, b"x")
+    request, offset, transfer = told.load(0)
+    machine.not_sent(0, transfer.weights, request, transfer)
+    assert not machine.is_receiving and not machine.has_waiting
+    again = told.load(0)
+    assert again[1] == offset and again[2] is not None
+
+
 # -- what the head gives ----------------------------------------------------------------------------------------
 
 DATA = bytes(range(256)) * (CHUNK // 128)  # four chunks

@@ -360,15 +360,24 @@ class FragmentDesk:
                 worker, Kind.POLICY, slots, told._replace(family=None) if isinstance(told.recipe, Named) else told
             )
             host.weights.of(worker).policy_changed(worker)
-        weights = host.weights.of(worker).missing(worker)
-        if weights is not None:
-            number = host.number()
-            offset, transfer = host.weights.load(worker, weights, number, time.monotonic())
+        self._load(worker)
+        self._known[worker] = (self._epoch, arena_epoch)
+
+    def _load(self, worker: int) -> None:
+        host, machine = self._host, self._host.weights.of(worker)
+        weights = machine.missing(worker)
+        if weights is None:
+            return
+        number = host.number()
+        offset, transfer = host.weights.load(worker, weights, number, time.monotonic())
+        try:
             if transfer is not None:
                 host.put_weights(transfer)
             load = LoadWeights(number, weights.version, offset, len(weights.data), weights.number)
-            host.post(worker, Kind.POLICY, slots, load)
-        self._known[worker] = (self._epoch, arena_epoch)
+            host.post(worker, Kind.POLICY, host.slots_of[worker], load)
+        except BaseException:
+            machine.not_sent(worker, weights, number, transfer)
+            raise
 
     def _send(self, worker: int) -> None:
         self._incarnations[worker] = self.send(worker, self._num_steps, self._side, self._knobs)

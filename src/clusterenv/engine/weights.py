@@ -182,6 +182,16 @@ class Machine:
         for place in self._places:
             place.readers = {request: reader for request, reader in place.readers.items() if reader != worker}
 
+    def not_sent(self, worker: int, weights: Weights, request: int, transfer: Transfer | None) -> None:
+        """The worker was not asked to load these after all: Ctrl-C came between."""
+        self._loaded.pop(worker, None)
+        self.has_read(request)
+        if transfer is not None:
+            self.transfers.pop(weights.number, None)
+            for place in self._places:
+                if place.number == weights.number:
+                    place.number = 0
+
     def policy_changed(self, worker: int) -> None:
         """The worker is told of a policy: whatever it has loaded is gone."""
         self._loaded.pop(worker, None)
@@ -283,6 +293,9 @@ class WeightLedger:
     def placed(self, shard: int, node: int | None, session: int) -> None:
         """The shard's workers run on this node from now on; None: nowhere."""
         before = self._machines[shard]
+        for worker, its in enumerate(self._shard_of):
+            if its == shard:  # the machine may stay, with another shard
+                before.worker_lost(worker)
         found = None
         if node is not None:
             found = next((m for m in self if (m.node, m.session) == (node, session)), None)
