@@ -23,7 +23,8 @@ from clusterenv.engine.assembly import Part, put_together, size_of
 from clusterenv.engine.fragments import Attached
 from clusterenv.engine.stats import Tally
 from clusterenv.engine.streaming import FragmentStream, Item
-from clusterenv.engine.weights import Machine, Node
+from clusterenv.engine.sync import Sync
+from clusterenv.engine.weights import Machine
 from clusterenv.errors import PolicyError, UsageError
 from clusterenv.events import Event, emit
 from clusterenv.memory.fragments import Side
@@ -33,9 +34,9 @@ from clusterenv.policy.acting.named import named
 from clusterenv.policy.sync.drift import sample_every
 from clusterenv.policy.sync.exchange import Exchange
 from clusterenv.policy.sync.publisher import REPLAY
-from clusterenv.policy.sync.rules import APS, Always, Rule, Standing
+from clusterenv.policy.sync.rules import APS, Always, Rule
 from clusterenv.policy.weights.codec import encode
-from clusterenv.policy.weights.packing import Codec, takes_steps
+from clusterenv.policy.weights.packing import Codec
 from clusterenv.rollout import Evaluation, Receipt, Rollout, map_arrays
 from clusterenv.wire.requests import FragmentResult
 from clusterenv.worker.key_watch import KeyWatch
@@ -105,8 +106,7 @@ class Collector:
         if codec is None:
             codec = "auto" if envs._is_remote and isinstance(rule, APS) else "fp32"
         self._exchange = Exchange(self._policy, recipe, prepared.family, rule, codec)
-        self._exchange.publisher.weights_of = self._weights_of
-        self._nodes = [Node() for _ in range(max(self._pool.node_of) + 1)]
+        self._sync = Sync(self._exchange, self._pool.weights)
         self._is_recurrent = prepared.is_recurrent
         in_obs = prepared.mask in getattr(envs.single_observation_space, "spaces", {})
         self._watch = KeyWatch(None if in_obs else prepared.mask, ())  # of `step(agent)`; fragments have their own
@@ -292,9 +292,6 @@ class Collector:
         for machine in self._pool.weights:
             self._offer(machine)
 
-    def _weights_of(self, version: int) -> bytes | None:
-        return self._pool.weights.data_of(version) if self._envs._attached is self else None
-
     def _offer(self, machine: Machine, max_lag: int | None = None) -> None:
         """The machine's workers are to have this policy, in the newest version or in one that the rule puts up with.
 
@@ -303,19 +300,16 @@ class Collector:
         desk = self._pool.desk
         if self._envs._attached is not self:
             self._envs._attached = self
-            self._pool.weights.attach(self._nodes)
+            self._sync.attach()
             if self._exchange.codec == "auto" and not self._is_recurrent and self._attached.mask is None:
                 some = np.arange(min(self._pool.num_envs, _FIRST_STATES))
                 self._exchange.publisher.note_begin(self._pool.peek_obs(some))
             desk.attach(self._attached)
-        if machine.is_receiving:
-            return  # decided when these have arrived, for what is newest then
         begin = time.perf_counter()
-        node = self._nodes[machine.node]
-        fragments = max(machine.acted.values(), default=0)
-        node.standing = self._exchange.stand(machine.assigned, fragments)
-        verdict = self._exchange.consider(machine.node, node.standing, max_lag)
+        verdict = self._sync.consider(machine, max_lag)
         self._tally.considering_s += time.perf_counter() - begin
+        if verdict is None:
+            return
         if verdict.is_overdue and not self._was_overdue:
             self._was_overdue = True
             emit(
@@ -324,18 +318,10 @@ class Collector:
                 "around what acted may hold the policy there: lower the threshold, or see docs/aps.md",
             )
         if verdict.pull:
-            self._pull(machine, node, verdict.reason)
-
-    def _pull(self, machine: Machine, node: Node, reason: str) -> None:
-        ledger, exchange = self._pool.weights, self._exchange
-        pulled = exchange.pull(machine.held)
-        steps = takes_steps(pulled.form)
-        weights = ledger.assign(machine, *pulled[:4], takes_steps=steps, left=pulled.left, keep=exchange.keeps)
-        exchange.publisher.keep(ledger.versions)
-        node.drift_at_pull = node.standing.drift
-        node.standing = Standing(pulled.version, pulled.version, *exchange.drift_of(weights, pulled.version))
-        slots = tuple(slot for worker in ledger.workers_of(machine) for slot in self._pool.slots_of[worker])
-        self._pool.events.add(Event("pull", f"version {pulled.version}: {reason}", slots), level=logging.DEBUG)
+            reason = f"version {self._sync.pull(machine)}: {verdict.reason}"
+            workers = self._pool.weights.workers_of(machine)
+            slots = tuple(slot for worker in workers for slot in self._pool.slots_of[worker])
+            self._pool.events.add(Event("pull", reason, slots), level=logging.DEBUG)
 
     def _batch(self, parts: list[Part], num_steps: int, copy: bool) -> Rollout:
         """Put fragments together, and take note of what they tell."""
@@ -347,30 +333,14 @@ class Collector:
             result = part.result
             if result is None:
                 continue
-            stand = self._delivered(part.worker, result.version)
+            stand = self._sync.delivered(part.worker, result.version)
             slots = tuple(part.slots)
             receipts.append(Receipt(part.worker, slots, result.version, stand.lag, stand.drift, stand.drift_se))
             self._tally.fragment(part.worker, num_steps * len(slots), result.env_s, result.policy_s)
-            self._node_of(part.worker).fragment_bytes += size_of(part, num_steps)
+            self._sync.node_of(part.worker).fragment_bytes += size_of(part, num_steps)
         batch = replace(batch, receipts=tuple(receipts))
         self._tally.batch(batch)
         return batch
-
-    def _node_of(self, worker: int) -> Node:
-        return self._nodes[self._pool.weights.of(worker).node]
-
-    def _delivered(self, worker: int, version: int) -> Standing:
-        """A fragment acted by `version` is handed to the learner; returns how stale it is by now.
-
-        Its samples are to be noted before. In a stream the newest is another than when the fragment was asked for.
-        """
-        machine = self._pool.weights.of(worker)
-        latest = self._exchange.publisher.snapshot()
-        standing = Standing(version, latest, *self._exchange.drift_of(machine.assigned, version))
-        self._nodes[machine.node].lags[standing.lag] += 1
-        if machine.assigned is not None and version == machine.assigned.version:
-            machine.acted[worker] += 1
-        return standing
 
     def _part(self, worker: int, side: Side, result: FragmentResult | None, incarnations: list[int]) -> Part:
         self._sequence[worker] += 1
@@ -387,7 +357,7 @@ class Collector:
                 entry = (samples.t, samples.columns.astype(np.int64) + first, samples.params)
                 sampled.setdefault(part.result.version, []).append(entry)
                 sent = sum(values.nbytes for values in samples)
-                self._node_of(part.worker).drift_bytes += sent
+                self._sync.node_of(part.worker).drift_bytes += sent
             first += len(part.slots)
         for version, entries in sampled.items():
             when, who, params = (np.concatenate(pieces) for pieces in zip(*entries, strict=True))
@@ -441,12 +411,7 @@ class Collector:
             other = encode(policy.weights())
         self.publish()
         self._offer_all()
-        self._exchange.publisher.snapshot()
-        wanted = self._exchange.publisher.data if other is None else other
-        for machine in self._pool.weights:
-            # What is near enough to act with is not what is to be evaluated.
-            if other is not None or machine.assigned is None or machine.assigned.data != wanted:
-                self._pool.weights.evaluate(machine, wanted)
+        self._sync.evaluate(other)
         try:
             played = self._pool.desk.evaluate(episodes, seed, deterministic, record, policy.knobs())
         finally:
@@ -485,19 +450,9 @@ class Collector:
         `steps_per_s`, `worker_steps_per_s` and `time_shares` are of the recent batches: the first, in which the workers
         started, counts only until there is a second.
         """
-        ledger, is_attached = self._pool.weights, self._envs._attached is self
-        nodes = [node.as_dict(ledger.version_of(i) if is_attached else -1) for i, node in enumerate(self._nodes)]
-        sums = ("pulls", "weight_bytes", "evaluation_bytes", "drift_bytes", "fragment_bytes")
-        stalest = max(nodes, key=lambda node: -1.0 if node["drift"] is None else node["drift"])
         return {
             **self._tally.stats(),
-            **{name: sum(node[name] for node in nodes) for name in sums},
-            "version": self._exchange.publisher.version,
-            "held_version": ledger.held_version if is_attached else -1,
-            "drift": stalest["drift"],
-            "drift_se": stalest["drift_se"],
-            "drift_at_pull": stalest["drift_at_pull"],
-            "nodes": nodes,
+            **self._sync.stats(),
             "restarts": sum(self._pool.events.counts.get(kind, 0) for kind in ("worker_lost", "env_error")),
             "policy": self._attached.family.name,
         }

@@ -219,6 +219,10 @@ class WeightLedger:
         """Each machine once."""
         return iter(dict.fromkeys(self._machines))
 
+    @property
+    def num_nodes(self) -> int:
+        return len(self._machines)
+
     def of(self, worker: int) -> Machine:
         return self._machines[self._shard_of[worker]]
 
@@ -232,6 +236,10 @@ class WeightLedger:
         self._nodes = nodes
         for machine in self:
             machine.forget()
+
+    def counts_in(self, nodes: list[Node]) -> bool:
+        """Return whether the policy that acts is counted there."""
+        return self._nodes is nodes
 
     def assign(
         self,
