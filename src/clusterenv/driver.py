@@ -133,11 +133,15 @@ class Pool:
             instruction = out.popleft()
             try:
                 self._do(instruction)
-            except NotPlainError:  # the message cannot travel: nothing of this call is asked of anybody else
+            except NotPlainError:  # the message cannot travel: the same is asked of nobody else
+                assert isinstance(instruction, Send) and instruction.request is not None
+                kind = instruction.request.kind
                 for unsent in (instruction, *out):
-                    if isinstance(unsent, Send) and unsent.request is not None:
+                    if isinstance(unsent, Send) and unsent.request is not None and unsent.request.kind is kind:
                         self._requests.close(unsent.request)
+                unsent_kinds = [i for i in out if not (isinstance(i, Send) and i.request and i.request.kind is kind)]
                 out.clear()
+                out.extend(unsent_kinds)
                 raise
 
     def _do(self, instruction: Instruction) -> None:

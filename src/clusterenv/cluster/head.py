@@ -296,10 +296,7 @@ class Head:
         elif isinstance(message, Bye):
             self._do(self.roster.gone(node, message.reason, now))
         elif isinstance(message, Pull):
-            try:
-                self._give(message, node)
-            except ProtocolError as error:
-                self._broke_protocol(peer, error, now)
+            self._give(message, peer, now)
         elif self.roster.holder(message.seat) != node:
             self.dropped += 1
         else:
@@ -377,10 +374,15 @@ class Head:
                 return False
         return True
 
-    def _give(self, pull: Pull, node: int) -> None:
+    def _give(self, pull: Pull, peer: _Peer, now: float) -> None:
         sent = 0
-        for message, payload in self._weights.answer(pull, self.roster.session(node)):
-            self._send(node, message, payload)
+        try:
+            answer = self._weights.answer(pull, self.roster.session(peer.node))
+        except ProtocolError as error:
+            self._broke_protocol(peer, error, now)
+            return
+        for message, payload in answer:
+            self._send(peer.node, message, payload)
             if isinstance(message, Withdrawn):
                 return
             sent += sum(map(len, payload))

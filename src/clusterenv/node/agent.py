@@ -34,7 +34,7 @@ from clusterenv.spec import Delivered
 from clusterenv.system.cpus import usable_cores
 from clusterenv.transport.keys import Joining, KeyPair
 from clusterenv.transport.sockets import NodeSocket
-from clusterenv.wire.frames import node_reader, to_wire
+from clusterenv.wire.frames import CHUNK, PIECE_LEAST, node_reader, to_wire
 from clusterenv.wire.messages import (
     PROTOCOL,
     Beat,
@@ -207,7 +207,10 @@ class Agent:
 
     def _say(self, message: Any, payload: Sequence[Any] = ()) -> None:
         if self._socket is not None:
-            for frames in to_wire(self._session, message, payload):
+            is_large = sum(map(len, payload)) > PIECE_LEAST
+            # On a slow link a large piece takes so long that this node would be taken for dead meanwhile.
+            piece = min(CHUNK, max(PIECE_LEAST, int(self._socket.bytes_per_s()))) if is_large else CHUNK
+            for frames in to_wire(self._session, message, payload, piece):
                 self._socket.send(frames)
 
     # -- the loop ---------------------------------------------------------------------------------------------
