@@ -22,7 +22,7 @@ from clusterenv.engine.agreement import agree
 from clusterenv.engine.fragments import FragmentDesk, of_slots
 from clusterenv.engine.health import PaceWatch
 from clusterenv.engine.incarnations import Lives
-from clusterenv.engine.inputs import Exit, Stack
+from clusterenv.engine.inputs import Cause, Exit, Stack
 from clusterenv.engine.repairs import Repairs, env_error, last_words
 from clusterenv.engine.requests import Kind, Request, Requests
 from clusterenv.engine.rows import Delivery, Rows
@@ -35,7 +35,7 @@ from clusterenv.errors import (
     UsageError,
     WorkerLostError,
 )
-from clusterenv.events import Event, EventLog
+from clusterenv.events import Event, EventLog, emit_progress
 from clusterenv.executors.contract import Crew
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Buffers, make_layout
@@ -100,23 +100,27 @@ class Pool:
         self._losses = Losses(mode or AutoresetMode.NEXT_STEP)
         self._repairs = Repairs(self, crew, recovery, self._lives, self._losses)
         try:
-            self._start(mode)
+            self._start(mode, recovery.recovery_timeout_s)
         except BaseException:
             crew.close(0.0)
             raise
 
     # -- starting ---------------------------------------------------------------------------------------------
 
-    def _start(self, mode: AutoresetMode | None) -> None:
-        for worker, slots in enumerate(self.slots_of):
-            self._crew.start(worker)
-            seeds = [self._lives.seed(slot) for slot in slots]
-            self.post(worker, Kind.BUILD, slots, Build(self.number(), slots, seeds))
+    def _start(self, mode: AutoresetMode | None, timeout_s: float) -> None:
+        waiting = dict.fromkeys(range(len(self.slots_of)), time.monotonic())  # worker → since when it has no machine
         built: dict[int, Built] = {}
         while len(built) < len(self.slots_of):
+            self._build(waiting, timeout_s)
             for worker, message in self._wait(None):
                 if isinstance(message, Stack):
                     self._repairs.long_call(worker, message.text)
+                    continue
+                if isinstance(message, Exit) and message.cause is not Cause.CRASHED:  # its node joined late, or is lost
+                    self._requests.close_all(worker)
+                    built.pop(worker, None)
+                    waiting[worker] = time.monotonic()
+                    emit_progress(f"making environments: worker {worker} {message.reason}; it is started again")
                     continue
                 if isinstance(message, Exit):
                     raise WorkerLostError(
@@ -129,6 +133,19 @@ class Pool:
                 self._requests.close_all(worker)
                 built[worker] = message
         self._adopt(agree(built, self.slots_of), mode)
+
+    def _build(self, waiting: dict[int, float], timeout_s: float) -> None:
+        """Start the workers that have a machine, and have them make their environments."""
+        for worker, since in list(waiting.items()):
+            slots = self.slots_of[worker]
+            if self._crew.can_start(worker):
+                del waiting[worker]
+                self._crew.start(worker)
+                seeds = [self._lives.seed(slot) for slot in slots]
+                self.post(worker, Kind.BUILD, slots, Build(self.number(), slots, seeds))
+            elif time.monotonic() - since > timeout_s:
+                text = f"worker {worker} lost its node while environments were made, and no other came"
+                raise WorkerLostError(f"{text} within recovery_timeout_s={timeout_s:g}", slots=tuple(slots))
 
     def _adopt(self, built: Built, mode: AutoresetMode | None) -> None:
         self.single_observation_space: Space[Any] = built.observation_space

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from clusterenv.backends.kubernetes_api import LEASE, SEEN, Api, delete_run, labels, now, selector
 from clusterenv.backends.remote import Remote
+from clusterenv.backends.supervisor import Hopeless
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import emit
+from clusterenv.system.exits import NEVER
 
 if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode
@@ -195,7 +197,8 @@ class _Pods:
                 pod = self._seen[name]
                 text, is_over = ("deleted", True) if pod is None else _describe(pod)
                 if is_over:
-                    over[node] = f"ended: pod {name} is {text}"
+                    is_hopeless = pod is not None and _is_hopeless(pod)
+                    over[node] = (Hopeless if is_hopeless else str)(f"ended: pod {name} is {text}")
         return over
 
     def _beat(self) -> None:
@@ -268,6 +271,16 @@ class _Pods:
             delete_run(self._api, self._namespace, self._plan.run, deadline)
         finally:
             self._api.close()
+
+
+def _is_hopeless(pod: Any) -> bool:
+    """Return whether a pod that is over would end the same way again."""
+    states = [container.state for container in pod.status.container_statuses or []]
+    return any(
+        (state.waiting is not None and state.waiting.reason in _HOPELESS)
+        or (state.terminated is not None and state.terminated.exit_code == NEVER)
+        for state in states
+    )
 
 
 def _describe(pod: Any) -> tuple[str, bool]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterenv.backends.programs import NoAnswer, ask
 from clusterenv.backends.slurm import job_script, script_body, srun_command
+from clusterenv.backends.supervisor import Hopeless
 from clusterenv.errors import StartError
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class SlurmJobs:
                 if state in _OVER:
                     over[node] = f"ended: SLURM job {job} is {self.state(node)}"
                 elif state == "PENDING" and reason in _HOPELESS:
-                    over[node] = f"will never run: SLURM job {job} is {self.state(node)}"
+                    over[node] = Hopeless(f"will never run: SLURM job {job} is {self.state(node)}")
             elif job in self._seen:
                 over[node] = f"ended: SLURM knows job {job} no more"
         return over

@@ -149,6 +149,8 @@ class Head:
         self.leaving: frozenset[int] = frozenset()
         """Seats that are to change hands; the crew says when (`release`)."""
         self.refusals: dict[int, str] = {}
+        self.needed_nodes = 1
+        """The run ends by an error where fewer than these can run its environments."""
         self.message_limit = 16 << 20
         self.bytes_sent = [0] * len(node_keys)
         self.bytes_received = [0] * len(node_keys)
@@ -307,6 +309,7 @@ class Head:
         if any(isinstance(item, Admit) for item in done):
             self._active[peer.node] = peer
             self._hellos[peer.node] = hello
+            self.refusals.pop(peer.node, None)
             where = f"{hello.host} (process {hello.pid}, {hello.cores} cores)"
             kind = "node_joined" if before is None else "node_back"
             self._events.add(Event(kind, f"node {peer.node} is here: {where}"), level=logging.INFO)
@@ -331,6 +334,13 @@ class Head:
             if node in self._active:
                 self._do(self.roster.gone(node, reason, time.monotonic()))
 
+    def node_unfit(self, node: int, reason: str, detail: str) -> bool:
+        """Use this node no more: it cannot run the environments. Returns whether enough others are left."""
+        with self._mine:
+            self._events.add(Event("node_unfit", f"node {node} is not used any more: {reason}", detail=detail))
+            self._do(self.roster.unfit(node, reason, time.monotonic()))
+            return self.roster.num_usable >= self.needed_nodes
+
     def _do(self, instructions: Sequence[Instruction]) -> None:
         if instructions:
             self.leaving = self.roster.leaving
@@ -345,8 +355,9 @@ class Head:
             elif isinstance(item, Seated):
                 self.seat_events.append(item)
             elif isinstance(item, Dismiss):
-                self._send(item.node, Leave(-1, "the run needs fewer nodes"))
-                if self._active.pop(item.node, None) is not None:
+                why = "it cannot run the environments" if item.is_unfit else "the run needs fewer nodes"
+                self._send(item.node, Leave(-1, why, failed=item.is_unfit))
+                if self._active.pop(item.node, None) is not None and not item.is_unfit:
                     self._events.add(Event("node_left", f"node {item.node}: scaled down"), level=logging.INFO)
                 self._keeper.let_go(item.node)
             elif isinstance(item, Replace):

@@ -31,6 +31,7 @@ from clusterenv.events import emit
 from clusterenv.node.shard import Seat
 from clusterenv.spec import Delivered
 from clusterenv.system.cpus import usable_cores
+from clusterenv.system.exits import NEVER
 from clusterenv.transport.keys import Joining, KeyPair
 from clusterenv.transport.sockets import NodeSocket
 from clusterenv.wire.frames import node_reader, to_wire
@@ -62,9 +63,6 @@ __all__ = ["FAILED", "NEVER", "Agent"]
 
 FAILED = 1
 """Exit code: the head ended by an exception, or is gone for longer than the lease."""
-
-NEVER = 42
-"""Exit code: this will not work however often it is tried."""
 
 _GRACE_S = 5.0
 """How long workers may go on when the node is asked to leave."""
