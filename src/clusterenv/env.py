@@ -6,6 +6,7 @@ environments run is the backend's business, what happens when one fails the pool
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import weakref
@@ -31,6 +32,7 @@ from clusterenv.policy.sync.rules import Rule
 from clusterenv.policy.weights.packing import Codec
 from clusterenv.recovery import Recovery
 from clusterenv.spec import blueprint
+from clusterenv.system.teardown import Teardown
 from clusterenv.wire.requests import Acted
 
 __all__ = ["ClusterEnv"]
@@ -38,6 +40,8 @@ __all__ = ["ClusterEnv"]
 StepResult = tuple[Any, Any, Any, Any, dict[str, Any]]
 
 _CLOSE_TIMEOUT_S = 5.0
+_CLOSE_WAIT_S = 10.0
+"""How long `close` waits at most."""
 
 
 class ClusterEnv(VectorEnv[Any, Any, Any]):
@@ -90,8 +94,9 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self._events = EventLog()
         pool = backend.start(plan, mode, recovery, self._events)
         self._pool = pool
-        # Runs at garbage collection and at interpreter exit too; must not hold `self`.
-        self._finalizer = weakref.finalize(self, pool.close, _CLOSE_TIMEOUT_S)
+        # Begins at garbage collection and at interpreter exit too; must not hold `self`.
+        self._teardown = Teardown(functools.partial(pool.close, _CLOSE_TIMEOUT_S), _CLOSE_WAIT_S)
+        weakref.finalize(self, self._teardown.begin).atexit = False
         self.autoreset_mode = pool.mode
         self.metadata = {**pool.metadata, "autoreset_mode": pool.mode}
         self.render_mode = pool.render_mode
@@ -249,9 +254,9 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
     def close_extras(self, **kwargs: Any) -> None:
         """End all workers, within 10 s whatever state they are in."""
-        finalizer = getattr(self, "_finalizer", None)
-        if finalizer is not None:
-            finalizer()
+        teardown = getattr(self, "_teardown", None)
+        if teardown is not None:
+            teardown()
 
     def __enter__(self) -> ClusterEnv:
         return self
@@ -486,7 +491,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         return chosen
 
     def _refuse_closed(self, what: str) -> None:
-        if self.closed or not self._finalizer.alive:
+        if self.closed or self._teardown.has_begun:
             raise ClosedError(f"{what}(): these environments were closed; make a new ClusterEnv")
 
     @property

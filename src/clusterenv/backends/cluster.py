@@ -30,6 +30,7 @@ from clusterenv.executors.remote import RemoteCrew
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
 from clusterenv.system.open_files import allow_open_files
+from clusterenv.system.teardown import Teardown
 from clusterenv.transport.keys import make_keys
 
 __all__ = ["Jobs", "Plan", "agent_command", "start"]
@@ -39,6 +40,9 @@ _QUIET_S = 2.0
 
 _CLEAN_UP_S = 8.0
 """What may be spent on ending the jobs of a run that could not be started."""
+
+_LEASE_S = 60.0
+"""The lease of a node that is not told another (`clusterenv node --lease-s`)."""
 
 _TRIES = 3
 """A node that ends so often while no node has ever come is taken for a mistake that all of them share."""
@@ -66,14 +70,15 @@ class Plan:
     digests: tuple[str, ...] = ()
     """SHA-256 of each key file, where its owner says nothing."""
 
-    def command(self, node: int, python: str | None = None) -> list[str]:
+    def command(self, node: int, python: str | None = None, options: Sequence[str] = ()) -> list[str]:
         """Return the command that starts the agent of this node on a machine that sees the same files."""
         digest = ["--key-sha256", self.digests[node]] if self.digests else []
-        return agent_command(self.files[node], [*digest, *self.options], python)
+        return agent_command(self.files[node], [*digest, *self.options, *options], python)
 
     @property
     def options(self) -> list[str]:
-        return [] if self.allow_pickle else ["--no-pickle"]
+        lease = [] if self.lease_s == _LEASE_S else ["--lease-s", f"{self.lease_s:g}"]
+        return [*lease, *([] if self.allow_pickle else ["--no-pickle"])]
 
 
 def agent_command(key: Path, options: Sequence[str] = (), python: str | None = None) -> list[str]:
@@ -155,13 +160,20 @@ def start(
     timing = Timing(*remote.heartbeat, remote.move_after_s)
     folder = RunFolder(remote.folder, timing.lease_s, remote.owner_squashed)
     keeper = Keeper(events)
+    head: Head | None = None
     jobs: Jobs | None = None
+    ending = threading.Lock()
 
     def stop(deadline: float) -> None:
-        left = keeper.stop(deadline)
-        if folder.end(left) and left:
-            events.add(Event("jobs_left", _left_behind(folder, left, jobs, timing.lease_s)))
+        with ending:
+            if head is not None:
+                head.close()
+            left = keeper.stop(deadline)
+            if folder.end(left) and left:
+                events.add(Event("jobs_left", _left_behind(folder, left, jobs, timing.lease_s)))
+        clean_up.forget()
 
+    clean_up = Teardown(lambda: stop(time.monotonic() + _CLEAN_UP_S), _CLEAN_UP_S + 2.0)
     try:
         keys, node_keys = make_keys(), [make_keys() for _ in range(most)]
         head = Head(
@@ -176,11 +188,7 @@ def start(
             sends_pickle=remote.allow_pickle,
             invited=nodes,
         )
-    except BaseException:
-        folder.end("")
-        raise
-    address = dialled(head.address, advertised)
-    try:
+        address = dialled(head.address, advertised)
         folder.write_keys(address, keys.public, node_keys)
         with folder.writing():
             plan = Plan(
@@ -220,8 +228,7 @@ def start(
         head.needed_nodes = 1  # from now on, the others take over whatever a node leaves
         return pool
     except BaseException:
-        head.close()
-        stop(time.monotonic() + _CLEAN_UP_S)
+        clean_up()
         raise
 
 

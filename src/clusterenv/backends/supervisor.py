@@ -7,6 +7,7 @@ a scheduler that hangs delays nobody, and nothing can be started once `stop` was
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import threading
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from clusterenv.errors import StartError
 from clusterenv.events import Event, EventLog, emit
+from clusterenv.system.teardown import OwnThread
 
 if TYPE_CHECKING:
     from clusterenv.backends.cluster import Jobs
@@ -61,7 +63,7 @@ class Keeper:
 
     def keep(self, jobs: Jobs, nodes: int) -> None:
         """Start so many nodes, and look after them from now on. Raises what the backend raises in the first starts."""
-        self._thread = threading.Thread(target=self._run, args=(jobs, nodes), name="clusterenv-keeper", daemon=True)
+        self._thread = OwnThread(functools.partial(self._run, jobs, nodes), "clusterenv-keeper")
         self._thread.start()
         self._begun.wait()
         if self._failure is not None:

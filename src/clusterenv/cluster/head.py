@@ -7,10 +7,7 @@ is carried out here; what workers said is opened by `RemoteCrew`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +17,7 @@ import zmq
 
 from clusterenv.cluster.checks import mismatch
 from clusterenv.cluster.ending import Ending
+from clusterenv.cluster.listener import Listener
 from clusterenv.cluster.roster import Admit, Dismiss, Instruction, Refuse, Replace, Roster, Seated, Unseated
 from clusterenv.cluster.weight_server import Offers, Weights
 from clusterenv.code.versions import FOR_PICKLES
@@ -46,9 +44,6 @@ _MOST = 64
 
 _TICK_S = 0.02
 """How often the roster is told that time passes."""
-
-_AWAY_S = 0.02
-"""The caller's thread has not come for so long: the other one listens."""
 
 
 class Timing(NamedTuple):
@@ -78,30 +73,6 @@ class _Peer:
         self.reader: Reader[FromNode] = head_reader()
         self.node = -1
         self.was_told = False  # that its session is over
-
-
-class _Caller:
-    """The lock as the caller's thread takes it: the listening thread is told to let go."""
-
-    def __init__(self, lock: Any) -> None:
-        self._lock = lock
-        self.is_waiting = False
-        self.used_at = time.monotonic()
-        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def __enter__(self) -> None:
-        self.used_at = time.monotonic()
-        if not self._lock.acquire(blocking=False):
-            self.is_waiting = True
-            try:
-                os.eventfd_write(self.wake, 1)
-                self._lock.acquire()
-            finally:
-                self.is_waiting = False
-
-    def __exit__(self, *_: object) -> None:
-        self.used_at = time.monotonic()
-        self._lock.release()
 
 
 class Head:
@@ -158,18 +129,15 @@ class Head:
         self.frames_received = [0] * len(node_keys)
         self.dropped = 0
         """Messages of sessions that are over, or that the protocol does not know."""
-        # Reentrant: Ctrl-C may strike between taking it and the body of the `with`, and close() must still get in.
-        self._lock = threading.RLock()
-        self._mine = _Caller(self._lock)
         self._next_tick = 0.0
         self._listening_since = time.monotonic()
         self._listened_at = time.monotonic()
+        self._mine = Listener(self._turn)
         self._poller = zmq.Poller()
         self._socket.poll_on(self._poller)
         self._poller.register(self._mine.wake, zmq.POLLIN)
-        self._quit = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="clusterenv-head", daemon=True)
-        self._thread.start()
+        self._is_closed = False
+        self._mine.start()
 
     # -- the caller's thread ----------------------------------------------------------------------------------
 
@@ -220,25 +188,12 @@ class Head:
                 timeout_s = 0.0
             self._turn(timeout_s)
 
-    # -- the other thread -------------------------------------------------------------------------------------
-
-    def _listen(self) -> None:
-        while not self._quit.is_set():
-            if self._mine.is_waiting or time.monotonic() - self._mine.used_at < _AWAY_S:
-                self._quit.wait(_AWAY_S)
-            elif self._lock.acquire(timeout=0.25):
-                try:
-                    self._turn(0.25)
-                finally:
-                    self._lock.release()
-
     # -- both, one at a time ----------------------------------------------------------------------------------
 
     def _turn(self, timeout_s: float) -> None:
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._mine.wake in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._mine.wake)
+            self._mine.was_woken()
         # Silence is counted up to here: what comes while this thread is held up below is read before the next tick.
         began = now = time.monotonic()
         if now - self._listened_at > max(1.0, timeout_s + 0.5):  # the head itself stood still
@@ -400,13 +355,11 @@ class Head:
         }
 
     def close(self) -> None:
-        """Tell everybody that the run is over. Idempotent."""
-        if self._quit.is_set():
+        """Tell everybody that the run is over. Idempotent, also where it was interrupted."""
+        if self._is_closed:
             return
         error = self._ending.error()
-        self._quit.set()
-        os.eventfd_write(self._mine.wake, 1)
-        self._thread.join()
+        self._mine.stop()
         for node in list(self._active):
             self._send(node, Leave(-1, f"the run failed: {error}" if error else "the run is over", bool(error)))
         deadline = time.monotonic() + 1.0
@@ -416,4 +369,5 @@ class Head:
             links = set(self._socket.gone())
             self._active = {node: peer for node, peer in self._active.items() if peer.link not in links}
         self._socket.close()
-        os.close(self._mine.wake)
+        self._mine.close()
+        self._is_closed = True

@@ -471,6 +471,7 @@ class RemoteCrew:
         deadline = time.monotonic() + timeout_s + _SCHEDULER_S
         self._buffers = self._arena = None
         self._blocks = []
-        self._head.close()
         if self._stop is not None:
-            self._stop(deadline)
+            self._stop(deadline)  # the head as well
+        else:
+            self._head.close()
