@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -13,28 +12,8 @@ import numpy as np
 import pytest
 
 import clusterenv as ce
-from loopback_agents import Loopback, wait_for
+from loopback_agents import Loopback, meanwhile, wait_for
 from toys import Trouble
-
-
-@contextlib.contextmanager
-def meanwhile(action):
-    """Run `action` in a thread; what it raises fails the test."""
-    failures = []
-
-    def run():
-        try:
-            action()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-    assert not failures, failures
 
 
 class Gated(Trouble):
@@ -120,3 +99,18 @@ def test_nodes_that_never_come_abort_the_start_with_their_last_words(monkeypatch
     with pytest.raises(ce.StartError, match=r"(?s)node 0 ended: .*3 times.*no such library"):
         ce.ClusterEnv("CartPole-v1", 1, backend=backend)
     assert backend.jobs[0].starts == {0: 3}
+
+
+def exits(code):
+    return [sys.executable, "-c", f"raise SystemExit({code})"]
+
+
+def test_a_node_that_can_never_join_aborts_the_start_at_once_if_it_is_needed():
+    backend = Loopback(2, lambda agents, node: exits(42) if node else None)
+    with pytest.raises(ce.StartError, match="node 1 ended: exited with code 42"):
+        ce.ClusterEnv("CartPole-v1", 2, backend=backend)
+    assert backend.jobs[0].starts[1] == 1
+    backend = Loopback(2, lambda agents, node: exits(42) if node else None, min_nodes=1)
+    with ce.ClusterEnv("CartPole-v1", 2, backend=backend) as envs:
+        steps_well(envs, 2)
+        assert envs.stats()["missing_nodes"] == [1]

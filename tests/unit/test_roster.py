@@ -179,8 +179,9 @@ def test_an_orphaned_seat_moves_after_a_while_and_goes_home_again():
 
 def test_a_replacement_that_never_came_is_asked_for_again_ever_later():
     roster = Roster(1, DEAD_S, MOVE_S)
-    assert roster.gone(0, "its job ended", 0.0) == [Replace(0, "its job ended", "node_asked_again")]
-    assert roster.gone(0, "its job ended", 9.0) == [] and roster.times_asked(0) == 1
+    assert roster.gone(0, "its job ended", 0.0) == [], "while the run starts, the backend tells"
+    assert roster.gone(0, "its job ended", 5.0) == [Replace(0, "its job ended", "node_asked_again")]
+    assert roster.gone(0, "its job ended", 14.0) == [] and roster.times_asked(0) == 1
     roster.hello(0, "a", None, 0.0)
     assert roster.gone(0, "killed", 1.0)[-1] == Replace(0, "killed")
     asked = [t for t in range(2, 100) if roster.gone(0, "ended", float(t)) == [Replace(0, "ended", "node_asked_again")]]
@@ -190,11 +191,12 @@ def test_a_replacement_that_never_came_is_asked_for_again_ever_later():
 def test_a_node_that_ends_before_it_ever_came_is_asked_for_again():
     roster = Roster(3, DEAD_S, MOVE_S, invited=2)
     roster.hello(0, "a", None, 0.0)
-    assert roster.gone(1, "its job ended", 1.0) == [Replace(1, "its job ended", "node_asked_again")]
-    roster.share_out(2.0)
-    assert roster.gone(1, "its job ended", 8.0) == [Replace(1, "its job ended", "node_asked_again")]
-    roster.scale(3, 10.0)
-    assert roster.gone(2, "no quota", 16.0) == [Replace(2, "no quota", "node_asked_again")]
+    assert roster.gone(1, "its job ended", 1.0) == [], "the backend tells"
+    assert roster.gone(1, "its job ended", 6.0) == [Replace(1, "its job ended", "node_asked_again")]
+    roster.share_out(7.0)
+    assert roster.gone(1, "its job ended", 13.0) == [Replace(1, "its job ended", "node_asked_again")]
+    roster.scale(3, 15.0)
+    assert roster.gone(2, "no quota", 21.0) == [Replace(2, "no quota", "node_asked_again")]
 
 
 def test_a_node_that_cannot_run_the_environments_is_not_used_and_not_asked_for_again():

@@ -64,7 +64,7 @@ class Kubernetes(Remote):
             root, the cluster refuses the pod. 0: root, which namespaces with the "restricted" standard refuse.
         python: the interpreter in the image.
         kubeconfig, context: None: as kubectl finds them; within a pod, its service account.
-        grace_s: what a pod gets to finish its step when it is deleted.
+        grace_s: what a pod gets, when it is deleted or evicted, to finish its step and hand over what it has.
         others: as in `Remote`, which see.
     """
 
@@ -123,10 +123,12 @@ def pod_manifest(
 ) -> Manifest:
     cores = backend.workers_per_node if backend.cpu is None else backend.cpu
     resources = {"cpu": str(cores), **({} if backend.memory is None else {"memory": backend.memory})}
+    grace_s = backend.pod_overrides.get("terminationGracePeriodSeconds", backend.grace_s)
+    grace = ["--grace-s", str(grace_s)]
     container = {
         "name": "node",
         "image": backend.image,
-        "command": [backend.python, "-m", "clusterenv", "node", "--join", _KEY, "--mounted", *options],
+        "command": [backend.python, "-m", "clusterenv", "node", "--join", _KEY, *grace, "--mounted", *options],
         "resources": {"requests": resources, "limits": resources},
         "volumeMounts": [{"name": "key", "mountPath": _KEY, "subPath": "node.key", "readOnly": True}],
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},

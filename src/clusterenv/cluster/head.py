@@ -249,6 +249,7 @@ class Head:
             for worker, *where in message.progress:
                 self.progress[worker] = (where[0], where[1], where[2], where[3])
         elif isinstance(message, Bye):
+            self._send(node, Leave(-1, "goodbye"))  # all that it said before has come
             self._do(self.roster.gone(node, message.reason, now))
         elif self.roster.holder(message.seat) != node:
             self.dropped += 1

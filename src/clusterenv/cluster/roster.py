@@ -8,7 +8,6 @@ says when (`release`). A session is one connection of one node: whatever comes o
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -95,7 +94,7 @@ class _Node:
     seats: set[int] = field(default_factory=set)
     history: list[str] = field(default_factory=list)
     asked: int = 0  # how often it was asked for again since it was last here
-    asked_at: float = -math.inf
+    asked_at: float | None = None
 
 
 class Roster:
@@ -202,6 +201,8 @@ class Roster:
             self._move(node, "gone", reason)
             return [*self._unseat(node, number, reason, now), Dismiss(number), *self._place(now)]
         if node.state is not NodeState.ACTIVE:
+            if node.asked_at is None:  # not at once: whoever waits for it sees its end, and may give the start up
+                node.asked_at = now
             if node.state is NodeState.UNFIT or now - node.asked_at < min(_ASK_AGAIN_S * 2**node.asked, _ASK_MOST_S):
                 return []
             node.asked, node.asked_at = node.asked + 1, now
