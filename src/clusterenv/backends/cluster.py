@@ -224,7 +224,7 @@ def start(
             other=remote.other_infos,
             stop=stop,
         )
-        pool = Pool(crew, slots_of, mode, recovery, is_vector=blueprint.is_vector, events=events, node_of=seat_of)
+        pool = Pool(crew, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=seat_of)
         head.needed_nodes = 1  # from now on, the others take over whatever a node leaves
         return pool
     except BaseException:
