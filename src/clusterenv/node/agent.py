@@ -13,13 +13,11 @@ import os
 import platform
 import secrets
 import signal
-import socket as sockets
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import gymnasium
 import zmq
@@ -29,6 +27,7 @@ from clusterenv.code import versions
 from clusterenv.code.packages import compare
 from clusterenv.errors import ProtocolError, StartError
 from clusterenv.events import emit
+from clusterenv.node.dialling import Unreachable, resolve
 from clusterenv.node.shard import Seat
 from clusterenv.spec import Delivered
 from clusterenv.system.cpus import usable_cores
@@ -74,14 +73,6 @@ _LINGER_S = 1.0
 _RETRY_S = 0.5
 _ANSWER_S = 10.0
 _SILENT = "the head does not answer"
-
-
-class _Problem(NamedTuple):
-    """Why the head cannot be dialled."""
-
-    text: str
-    is_refusal: bool
-    """Its machine answers; the head does not listen there any more."""
 
 
 class _AwaitsCode(NamedTuple):
@@ -200,24 +191,13 @@ class Agent:
 
     # -- the connection ---------------------------------------------------------------------------------------
 
-    def _dial(self) -> _Problem | None:
-        """Why the head cannot be reached, if so. A plain connection tells at once; ZeroMQ would try for ever."""
-        address = self._joining.address
-        parts = urlsplit(address)
-        try:
-            with sockets.create_connection((parts.hostname or "", parts.port or 0), timeout=3.0) as found:
-                host, port = found.getpeername()[:2]
-        except OSError as error:
-            text = (
-                f"{address} cannot be reached from {platform.node()}: {error.strerror or error}. Either the run is "
-                "over, or the head is behind a firewall or NAT: have it listen where nodes can dial it "
-                "(bind=, port=), or name the one that is forwarded to it (advertise=)"
-            )
-            return _Problem(text, isinstance(error, ConnectionRefusedError))
+    def _dial(self) -> Unreachable | None:
+        """Open a connection and introduce this node; returns why the head cannot be reached, if so."""
+        address = resolve(self._joining.address)
+        if isinstance(address, Unreachable):
+            return address
         keys = KeyPair(self._joining.public, self._joining.secret)
-        # The address that has answered: of a name with several, ZeroMQ might take another.
-        resolved = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-        self._socket = NodeSocket(resolved, self._joining.head_key, keys, dead_after_s=self._silence_s)
+        self._socket = NodeSocket(address, self._joining.head_key, keys, dead_after_s=self._silence_s)
         self._socket.poll_on(self._poller)
         self._reader = node_reader()
         self._asked_at = time.monotonic()
