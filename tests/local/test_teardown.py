@@ -126,6 +126,29 @@ def test_a_second_interrupt_while_closing_leaves_no_key_and_no_job(tmp_path, mon
     assert not list((tmp_path / "keys").glob("clusterenv-*")), "its key files"
 
 
+NEVER_COMES = """
+import sys
+import clusterenv as ce
+
+backend = ce.Slurm(nodes=1, interface="lo", folder=sys.argv[1], python="false")
+ce.ClusterEnv("CartPole-v1", 1, backend=backend)
+"""
+
+
+@pytest.mark.parametrize("delay_s", [0.02, 0.3])
+def test_a_second_interrupt_while_a_start_is_given_up(tmp_path, monkeypatch, delay_s):
+    slurm = fake_slurm.install(tmp_path / "slurm", monkeypatch)
+    with subprocess.Popen([sys.executable, "-c", NEVER_COMES, str(tmp_path / "keys")], stderr=subprocess.PIPE) as head:
+        wait_for(lambda: list((slurm / "jobs").iterdir()))
+        head.send_signal(signal.SIGINT)
+        time.sleep(delay_s)
+        head.send_signal(signal.SIGINT)
+        _, told = head.communicate(timeout=60)
+    assert b"KeyboardInterrupt" in told
+    assert (slurm / "scancelled").exists(), told.decode()
+    assert not list((tmp_path / "keys").glob("clusterenv-*")), "its key files"
+
+
 # -- Teardown itself ------------------------------------------------------------------------------------------------
 
 
