@@ -205,6 +205,22 @@ def test_13_nothing_outlives_a_killed_head(tmp_path):
         time.sleep(0.1)
 
 
+def test_13_nodes_end_with_their_lease_where_the_machine_of_the_head_is_gone(net):
+    """No reset comes from there: its silence before the connection was given up counts."""
+    lease_s = 5.0
+    backend = Namespaces(net, heartbeat=(0.2, 1.5, lease_s), dead_after_s=60.0)
+    with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
+        envs.reset(seed=1)
+        envs.step(zeros())
+        nodes = agents()
+        net.head.link_down()
+        try:
+            _, alive = psutil.wait_procs(nodes, timeout=lease_s + 15)
+        finally:
+            net.head.link_up()
+        assert len(nodes) == 2 and not alive
+
+
 def hold_the_gil(seconds):
     import ctypes
 
@@ -264,6 +280,23 @@ def test_17_a_node_that_is_asked_to_leave_in_a_rollout(net):
         assert collector.rollout(16).valid.all()
         assert "preempted" in next(event.reason for event in envs.events() if event.kind == "node_lost")
         psutil.wait_procs([node], timeout=5)
+
+
+def test_17_what_is_handed_over_may_take_its_time(net):
+    """Over a slow link it takes longer than a second, and less than the scheduler grants."""
+    backend = Namespaces(net, heartbeat=(0.2, 10.0, 30.0))
+    with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
+        collector = envs.collector(numpy_policy(), seed=1)
+        collector.rollout(8)
+        net.nodes[0].limit(200_000, "out")
+        timer = threading.Timer(0.3, agents()[0].terminate)
+        timer.start()
+        batch = collector.rollout(20_000)
+        timer.join()
+        net.nodes[0].unlimit("out")
+        rows = batch.valid[:, 0]
+        assert 0 < rows.sum() < 20_000 and rows[: rows.sum()].all(), "a prefix"
+        assert batch.valid[:, 2:].all(), "the other node's"
 
 
 def test_an_agent_that_outlives_its_job_is_told_to_leave(net):

@@ -194,7 +194,7 @@ class NodeSocket:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.IPV6, "[" in address)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(dead_after_s * 250)))
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(min(dead_after_s * 250, 5000))))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(dead_after_s * 1000))
         # The head hears of this node's death by its own heartbeats, or by the end of the connection.
         self._monitor = socket.get_monitor_socket(
