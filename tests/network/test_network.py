@@ -336,7 +336,7 @@ def test_a_large_pull_over_a_slow_link_delays_nobody_else(net):
     """100 MB at 8 MB/s to one node, while the other steps."""
     with ce.ClusterEnv(ID, 4, backend=Namespaces(net, heartbeat=FAST), recovery=RECOVERY) as envs:
         envs.reset(seed=1)
-        crew, slots = envs._pool._crew, np.array([2, 3])
+        pool, slots = envs._pool, np.array([2, 3])
 
         def steps(until):
             seconds = []
@@ -349,8 +349,8 @@ def test_a_large_pull_over_a_slow_link_delays_nobody_else(net):
 
         alone, _ = steps(lambda count: count >= 1500)
         net.nodes[0].limit(8e6, "in")
-        crew.put_weights(0, os.urandom(100_000_000), 0)
-        crew._offer(0, 0)
+        weights = pool.weights.assign(pool.weights.of(0), 0, os.urandom(100_000_000))
+        pool._put_weights(pool.weights.load(0, weights, 0, time.monotonic())[1])
         during, count = steps(lambda _: envs.stats()["pull_s"][0] is not None)
         print(f"ms per step, p50 and p99: {alone.round(2)} alone, {during.round(2)} of {count} in the pull")
         assert envs.stats()["pull_s"][0] > 10 and count > 500
@@ -521,19 +521,19 @@ def test_bad_addresses(bind):
 
 
 def test_27_weights_that_arrive_damaged_are_pulled_again(net, monkeypatch):
-    from clusterenv.cluster.weight_server import Offers
+    from clusterenv.cluster.weight_server import WeightServer
 
-    answer, spoiled = Offers.answer, []
+    answer, spoiled = WeightServer.answer, []
 
-    def spoil(self, pull, now):
-        messages = list(answer(self, pull, now) or [])
+    def spoil(self, pull, session):
+        messages = list(answer(self, pull, session))
         if messages and not spoiled:
             message, (piece,) = messages[0]
-            spoiled.append(pull.seat)
+            spoiled.append(pull.weights)
             messages[0] = message, [bytes([piece[0] ^ 0xFF]) + bytes(piece[1:])]
         return iter(messages)
 
-    monkeypatch.setattr(Offers, "answer", spoil)
+    monkeypatch.setattr(WeightServer, "answer", spoil)
     with make(net) as envs:
         batch = envs.collector(numpy_policy(), seed=1).rollout(8)
         assert spoiled and batch.valid.all()
@@ -560,7 +560,7 @@ def test_a_node_that_stays_away_hands_its_slots_to_the_others(net):
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         envs.reset(seed=1)
         envs.step(zeros())
-        crew = envs._pool._crew
+        crew = envs._pool.crew
         backend.jobs[0].is_full = True
         agents()[0].kill()
         step_until(envs, lambda: crew._head.roster.holder(0) == 1, 15)
@@ -707,7 +707,7 @@ def test_a_worker_speaks_of_its_own_slots_only(net):
 
     with make(net) as envs:
         envs.reset(seed=1)
-        crew = envs._pool._crew
+        crew = envs._pool.crew
         assert isinstance(crew, RemoteCrew)
         forged = plain().pack(Reply(7, [3]))
         with pytest.raises(ce.ProtocolError, match="slots that it does not have"):

@@ -29,12 +29,13 @@ from clusterenv.errors import ProtocolError, StartError
 from clusterenv.events import emit
 from clusterenv.node.dialling import Unreachable, resolve
 from clusterenv.node.shard import Seat
+from clusterenv.node.weight_store import WeightStore
 from clusterenv.spec import Delivered
 from clusterenv.system.cpus import usable_cores
 from clusterenv.system.exits import NEVER
 from clusterenv.transport.keys import Joining, KeyPair
 from clusterenv.transport.sockets import NodeSocket
-from clusterenv.wire.frames import node_reader, to_wire
+from clusterenv.wire.frames import CHUNK, PIECE_LEAST, node_reader, to_wire
 from clusterenv.wire.messages import (
     PROTOCOL,
     Beat,
@@ -111,6 +112,7 @@ class Agent:
         self._session = 0
         self._instance = secrets.token_hex(8)
         self._versions = versions.installed()
+        self._weights = WeightStore(self._say)
         self._seats: dict[int, Seat] = {}
         self._closing: list[threading.Thread] = []  # in which seats that were given up end their workers
         self._heard_at = 0.0
@@ -135,6 +137,7 @@ class Agent:
             return self._run()
         finally:
             self._drop_seats(0.5)
+            self._weights.close()
             if self._socket is not None:
                 self._socket.close(_LINGER_S)
             for thread in self._closing:
@@ -219,6 +222,7 @@ class Agent:
 
     def _hang_up(self) -> None:
         self._drop_seats(0.0)
+        self._weights.reset()
         if self._socket is not None:
             self._socket.poll_off(self._poller)
             self._socket.close()
@@ -226,7 +230,10 @@ class Agent:
 
     def _say(self, message: Any, payload: Sequence[Any] = ()) -> None:
         if self._socket is not None:
-            for frames in to_wire(self._session, message, payload):
+            is_large = sum(map(len, payload)) > PIECE_LEAST
+            # On a slow link a large piece takes so long that this node would be taken for dead meanwhile.
+            piece = min(CHUNK, max(PIECE_LEAST, int(self._socket.bytes_per_s()))) if is_large else CHUNK
+            for frames in to_wire(self._session, message, payload, piece):
                 self._socket.send(frames)
 
     # -- the loop ---------------------------------------------------------------------------------------------
@@ -289,22 +296,29 @@ class Agent:
             self._host(message, bytes(frames[0]))
         elif isinstance(message, Code):
             self._code_came(message.seat, bytes(frames[0]))
+        elif isinstance(message, (Offer, Chunk, Withdrawn)):
+            self._weight_message(message, frames)
         elif message.seat in self._awaiting:
             self._awaiting[message.seat].messages.append((message, frames))
         elif message.seat in self._seats:
             self._seat_message(self._seats[message.seat], message, frames)
+
+    def _weight_message(self, message: Offer | Chunk | Withdrawn, frames: list[Any]) -> None:
+        now = time.monotonic()
+        if isinstance(message, Chunk):
+            self._weights.chunk(message, frames[0], now)
+        elif isinstance(message, Offer):
+            self._weights.offer(message, now)
+        else:
+            self._weights.withdrawn(message.weights, now)
+        for seat in self._seats.values():
+            seat.go_on()
 
     def _seat_message(self, seat: Seat, message: Any, frames: list[Any]) -> None:
         if isinstance(message, Tell):
             seat.tell(message, frames)
         elif isinstance(message, Ring):
             seat.ring(message, frames)
-        elif isinstance(message, Chunk):
-            seat.chunk(message, frames[0])
-        elif isinstance(message, Offer):
-            seat.offer(message)
-        elif isinstance(message, Withdrawn):
-            seat.withdrawn(message.offer)
         elif isinstance(message, Start):
             seat.start(message.worker)
         elif isinstance(message, Kill):
@@ -339,7 +353,7 @@ class Agent:
 
     def _start_seat(self, host: Host, payload: bytes, delivered: Delivered) -> None:
         try:
-            seat = self._seats[host.seat] = Seat(host, payload, delivered, self._say)
+            seat = self._seats[host.seat] = Seat(host, payload, delivered, self._say, self._weights)
         except StartError as error:
             self._say(Failed(host.seat, str(error), is_code=False))
             return
