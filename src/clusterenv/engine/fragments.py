@@ -419,7 +419,9 @@ class FragmentDesk:
         message = RunFragment(
             host.number(), num_steps, side, knobs, incarnations, self.sample_every, self.sample_within
         )
-        host.post(worker, Kind.FRAGMENT, slots, message)
+        request = host.post(worker, Kind.FRAGMENT, slots, message)
+        if self._policy is not None:
+            request.version, request.info_keys = newest, self._policy.info_keys
         return incarnations
 
     def _keep_last_obs(self, worker: int, steps: int, side: Side) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import socket
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +23,10 @@ __all__ = ["Arrived", "HeadSocket", "Link", "NodeSocket"]
 
 _ZAP = "inproc://zeromq.zap.01"
 
+
+_WAITING = 4096
+"""Messages of one connection that may wait to be read; then its sender waits. Far more than a node says while the head
+is held up for minutes: while it may send nothing, it seems dead."""
 
 Link = tuple[int, int]
 """A connection: its descriptor, and how many had the same one before. Numbers of descriptors come again."""
@@ -48,24 +54,24 @@ class HeadSocket:
         self._allowed: set[bytes] = set()
         self.refused = 0
         """Handshakes with a key that is not of this run."""
-        socket = self._context.socket(zmq.ROUTER)
-        socket.linger = 0
-        socket.curve_server = 1
-        socket.curve_publickey = keys.public.encode()
-        socket.curve_secretkey = keys.secret.encode()
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, frame_limit)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(dead_after_s * 250)))
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(dead_after_s * 1000))
-        socket.setsockopt(zmq.IPV6, ":" in host)
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        router = self._context.socket(zmq.ROUTER)
+        router.linger = 0
+        router.curve_server = 1
+        router.curve_publickey = keys.public.encode()
+        router.curve_secretkey = keys.secret.encode()
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.MAXMSGSIZE, frame_limit)
+        router.setsockopt(zmq.SNDHWM, 0)
+        router.setsockopt(zmq.RCVHWM, _WAITING)
+        router.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
+        router.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(dead_after_s * 250)))
+        router.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(dead_after_s * 1000))
+        router.setsockopt(zmq.IPV6, ":" in host)
+        self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._accepted: dict[int, int] = {}
         self._ended: list[Link] = []
         self._links: dict[bytes, Link] = {}  # by route
-        self._socket = socket
+        self._socket = router
         shown = f"[{host}]" if ":" in host else host
         try:
             self.address = f"tcp://{shown}:{self._bind(shown, ports)}"
@@ -94,8 +100,8 @@ class HeadSocket:
         self._allowed.add(z85.decode(key))
 
     def poll_on(self, poller: zmq.Poller) -> None:
-        for socket in (self._socket, self._zap, self._monitor):
-            poller.register(socket, zmq.POLLIN)
+        for each in (self._socket, self._zap, self._monitor):
+            poller.register(each, zmq.POLLIN)
 
     def receive(self, ready: Any = None, most: int = 64) -> list[Arrived]:
         """What has come, at most so many; handshakes are answered on the way. `ready`: what a poller said, if asked."""
@@ -148,6 +154,16 @@ class HeadSocket:
             return False
         return True
 
+    def cut(self, link: Link) -> None:
+        """End this connection: ROUTER sockets cannot, and whoever floods the head does not stop by itself."""
+        self._watch()
+        descriptor, number = link
+        if link in self._ended or self._accepted.get(descriptor, 0) != number:
+            return  # it has ended, and the number may be that of something else by now
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                connection.shutdown(socket.SHUT_RDWR)
+
     def _answer_handshakes(self) -> None:
         while True:
             try:
@@ -177,22 +193,22 @@ class NodeSocket:
 
     def __init__(self, address: str, head_key: str, keys: KeyPair, *, dead_after_s: float) -> None:
         self._context = zmq.Context()
-        socket = self._context.socket(zmq.DEALER)
-        socket.linger = 1000
-        socket.curve_serverkey = head_key.encode()
-        socket.curve_publickey = keys.public.encode()
-        socket.curve_secretkey = keys.secret.encode()
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.IPV6, "[" in address)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(dead_after_s * 250)))
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(dead_after_s * 1000))
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.linger = 1000
+        dealer.curve_serverkey = head_key.encode()
+        dealer.curve_publickey = keys.public.encode()
+        dealer.curve_secretkey = keys.secret.encode()
+        dealer.setsockopt(zmq.SNDHWM, 0)
+        dealer.setsockopt(zmq.RCVHWM, 0)
+        dealer.setsockopt(zmq.IPV6, "[" in address)
+        dealer.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(dead_after_s * 250)))
+        dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(dead_after_s * 1000))
         # The head hears of this node's death by its own heartbeats, or by the end of the connection.
-        self._monitor = socket.get_monitor_socket(
+        self._monitor = dealer.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         )
-        self._socket = socket
-        socket.connect(address)
+        self._socket = dealer
+        dealer.connect(address)
 
     def poll_on(self, poller: zmq.Poller) -> None:
         poller.register(self._socket, zmq.POLLIN)

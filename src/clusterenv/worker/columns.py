@@ -181,6 +181,8 @@ class Picked:
 
 def pack_finals(finals: list[tuple[int, int, Any]], space: Any, leaves: tuple[Leaf, ...]) -> Finals:
     """As one array per leaf: hundreds of small ones would take long to pickle."""
+    if len({(t, k) for t, k, _ in finals}) < len(finals):  # an environment that failed after its episode had ended
+        finals = list({(t, k): (t, k, obs) for t, k, obs in finals}.values())
     if len(leaves) == 1 and not leaves[0].path:
         columns = [[obs for _, _, obs in finals]]
     else:
