@@ -61,7 +61,7 @@ def offer(number, data):
 
 
 def tell(worker, request):
-    return Tell(2, worker, request, (), "nothing", 0, 0, False)
+    return Tell(2, worker, request, (), False)
 
 
 def test_requests_of_a_dead_worker_do_not_reach_its_replacement(node):

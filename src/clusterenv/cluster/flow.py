@@ -30,9 +30,10 @@ class Flow:
         What has come since `read_all_at`, when nothing was left to be read, may have waited: a reader that was held up
         for long finds much at once.
         """
-        read_all_at = min(max(self._at, read_all_at), now)
-        self._left = min(self._left + self._rate * (read_all_at - self._at), self._burst)
-        self._left += self._rate * (now - read_all_at)
+        if self._at < read_all_at <= now:
+            self._left = min(self._left + self._rate * (read_all_at - self._at), self._burst)
+            self._at = read_all_at
+        self._left += self._rate * (now - self._at)
         self._at = now
         if self._left < size + MESSAGE_BYTES:
             return False
