@@ -153,7 +153,7 @@ ANSWERS: dict[str, Lie] = {
     "faults that are numbers": _reply(lambda m, r: r._replace(faults=[3])),
     "slots in the body": _reply(lambda m, r: r._replace(slots=[OTHERS, 1])),
     "another request": _reply(lambda m, r: r._replace(request=r.request + 1)),
-    "something else": _reply(lambda m, r: Built(r.request, None, None, {}, None, None, None, [])),
+    "something else": _reply(lambda m, r: Built(r.request, None, None, {}, None, [], [])),
     "no struct": _reply(lambda m, r: [r.request]),
     "a result that nobody asked for": _reply(
         lambda m, r: r._replace(result=Acted([OTHERS], np.zeros(1, np.int64), np.zeros(1, np.float32), 0))

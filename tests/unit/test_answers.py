@@ -117,7 +117,7 @@ FAILED = FragmentResult(0, -1, Finals(None, None, []), [], {}, None, ("no", "...
 FRAGMENT = RunFragment(NUMBER, STEPS, 0, {}, [0, 0, 0])
 EVALUATE = Evaluate(NUMBER, [1, 4, 7], 0, True, 2, {}, [], 0)
 EPISODES = [Episode(1, 1.0, 2, [1, 2, 3]), Episode(4, 1.0, 2, None), Episode(7, 0.5, 9, None)]
-BUILT = Built(NUMBER, BOX, DISCRETE, {"render_modes": []}, None, None, None, [])
+BUILT = Built(NUMBER, BOX, DISCRETE, {"render_modes": []}, None, [(5, DISCRETE, BOX)], [])
 
 
 def good() -> dict[str, tuple[Any, Known, list[int], bool, list[Any]]]:
@@ -427,8 +427,10 @@ def test_lies_about_episodes(episodes):
         {"metadata": None},
         {"render_mode": 3},
         {"observation_space": np.zeros(3)},
-        {"odd_slot": 1, "odd_spaces": (BOX, BOX)},
-        {"odd_slot": 4, "odd_spaces": None},
+        {"others": [(1, BOX, BOX)]},
+        {"others": [(4, BOX)]},
+        {"others": [(4, BOX, np.zeros(3))]},
+        {"others": 4},
         {"faults": [fault(1)]},
     ],
     ids=str,

@@ -303,11 +303,13 @@ def _check_built(request: Request, known: Known, built: Built) -> None:
     _check_faults(request, known, built)
     _need(isinstance(built.metadata, dict), "metadata that is none")
     _need(built.render_mode is None or _is_text(built.render_mode), "a render mode that is none")
-    for space in (built.observation_space, built.action_space):
+    _need(isinstance(built.others, list), "spaces that are none")
+    spaces = [built.observation_space, built.action_space]
+    for slot, *its in built.others:
+        _need(_is_int(slot) and slot in known.slots and len(its) == 2, "spaces of other slots")
+        spaces += its
+    for space in spaces:
         _need(not isinstance(space, np.ndarray), "spaces that are none")  # those do not compare
-    if built.odd_slot is not None:
-        _need(built.odd_slot in known.slots, "spaces of other slots")
-        _need(isinstance(built.odd_spaces, (tuple, list)) and len(built.odd_spaces) == 2, "spaces that are none")
 
 
 def _check_faults(request: Request, known: Known, reply: Reply | Built) -> None:

@@ -14,7 +14,14 @@ from clusterenv.errors import NotPlainError
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Layout
 from clusterenv.memory.transfer import fragment_sizes, row_bytes
-from clusterenv.wire.channel import brings_of, encode_plain, encode_quick, plain, with_plain_infos
+from clusterenv.wire.channel import (
+    brings_of,
+    encode_plain,
+    encode_quick,
+    plain,
+    with_plain_infos,
+    with_portable_spaces,
+)
 from clusterenv.wire.parts import BESIDE_BYTES, RECORD_BYTES, RESULT_BYTES, size_of, split
 from clusterenv.wire.requests import (
     Attach,
@@ -79,7 +86,7 @@ class NetworkAnswers:
                 yield data
             return
         try:
-            yield encode_plain(reply, self._other, brings)
+            yield encode_plain(with_portable_spaces(reply), self._other, brings)
         except NotPlainError as error:
             yield encode_plain(Reply(reply.request, [], faults=[_fault(-1, f"{error}")]), brings=brings)
 
