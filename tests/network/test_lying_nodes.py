@@ -58,28 +58,27 @@ def test_lies_about_a_step(lie, tmp_path):
     backend, envs = make("answers", lie, tmp_path)
     with envs, ce.ClusterEnv(ID, 2, backend=ce.Local(workers=0)) as reference:
         assert np.array_equal(envs.reset(seed=3)[0][OWN], reference.reset(seed=3)[0])
+        goes_on = lie == "rows twice"  # until its replacement has come, which is the same for every lie
         for t in range(100):
-            if t == 5:
+            if t == 2:
                 backend.tell()
             obs, rewards, terminations, truncations, infos = envs.step(zeros())
             same = reference.step(zeros(2))
             for mine, theirs in zip((obs, rewards, terminations, truncations), same, strict=False):
                 assert np.array_equal(mine[OWN], theirs), "another node's lie changed these rows"
             assert infos.get("transition_valid", np.ones(4, bool))[OWN].all() and "lie" not in infos
-            if is_ended(envs) and t > 20:
+            if is_ended(envs) and not goes_on:
                 break
         assert_ended(envs, backend)
 
 
-@pytest.mark.parametrize("lie", ANSWERS)
+@pytest.mark.parametrize("lie", ["no slots", "rows twice", "never the last", "infos of others", "faults of others"])
 def test_lies_about_some_slots(lie, tmp_path):
-    if "step" in lie:
-        pytest.skip("about whole steps")
     backend, envs = make("answers", lie, tmp_path)
     with envs:
         envs.reset(seed=3)
         backend.tell()
-        for _ in range(3):
+        while not is_ended(envs):
             envs.send(zeros(3), [0, 2, 3])
             assert len(envs.recv()[0]) == 3
         assert_ended(envs, backend)
@@ -93,7 +92,7 @@ def test_lies_about_what_the_policy_did(lie, tmp_path):
         agent = policy()
         envs.step(agent)
         backend.tell()
-        for _ in range(5):
+        while not is_ended(envs):
             infos = envs.step(agent)[4]
             assert infos["_action"][OWN].all() and set(infos["policy_version"][OWN]) == {0}
         assert_ended(envs, backend)
@@ -106,7 +105,7 @@ def test_lies_about_a_fragment(lie, tmp_path):
         collector = envs.collector(policy(), seed=1)
         collector.rollout(32)
         backend.tell()
-        for _ in range(3):
+        while not is_ended(envs):
             batch = collector.rollout(32)
             assert batch.valid.all() and batch.infos == {}
         assert_ended(envs, backend)
@@ -133,7 +132,6 @@ def test_lies_about_an_evaluation(lie, tmp_path):
         with pytest.raises(ce.WorkerLostError, match="died during the call"):
             collector.evaluate(episodes=4)
         assert_ended(envs, backend)
-        assert len(collector.evaluate(episodes=4).returns) == 4
 
 
 @pytest.mark.parametrize("lie", CONTROL)
@@ -150,6 +148,3 @@ def test_lies_beside_answers(lie, tmp_path):
             envs.recv(min_envs=2, timeout_s=20)
             assert time.monotonic() - began < 5, "a wait for others was held up"
         assert_ended(envs, backend, "")
-        envs.reset()
-        for _ in range(3):
-            envs.step(zeros())

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import clusterenv as ce
 from clusterenv.cluster.flow import MESSAGE_BYTES, Flow
 from clusterenv.cluster.inbox import Inbox, size_of
+from clusterenv.node.output import OutputLimit
 from clusterenv.wire.frames import CONTROL_LIMIT
 from clusterenv.wire.messages import Answer, Output
 
@@ -70,3 +71,24 @@ def test_a_node_that_had_to_leave_a_seat_may_finish_its_answer():
     assert inbox.limit(0, []) == (50 << 20) + CONTROL_LIMIT
     inbox.joined(0)
     assert inbox.limit(0, [1]) == CONTROL_LIMIT
+
+
+def test_a_node_passes_on_what_its_head_listens_to():
+    limit, head, now = OutputLimit(rate=1 << 20, burst=4 << 20), Flow(), 1.0
+    shown = left_out = 0
+    for i in range(3000):
+        now += 0.01
+        output = Output(0, 0, "x" * 100_000)
+        if limit.passes(output, now):
+            text, _, note = output.text.partition("\n")
+            shown += len(text)
+            left_out += int(note.split()[0][1:]) if note else 0
+            assert head.spend(size_of(output, []), now, now), f"message {i}"
+    assert (shown + left_out) / 1e5 > 2980, "what is left out is counted"
+    assert 30 << 20 < shown < 36 << 20
+
+
+def test_a_line_without_end_is_shortened():
+    output = Output(0, 0, "x" * (5 << 20))
+    assert OutputLimit(rate=1 << 20, burst=4 << 20).passes(output, 1.0)
+    assert len(output.text) < 300_000 and "left out" in output.text

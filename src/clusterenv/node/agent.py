@@ -28,6 +28,7 @@ from clusterenv.code import versions
 from clusterenv.code.packages import compare
 from clusterenv.errors import ProtocolError, StartError
 from clusterenv.events import emit
+from clusterenv.node.output import OutputLimit
 from clusterenv.node.shard import Seat
 from clusterenv.spec import Delivered
 from clusterenv.system.cpus import usable_cores
@@ -48,6 +49,7 @@ from clusterenv.wire.messages import (
     Lacks,
     Leave,
     Offer,
+    Output,
     Refused,
     Ring,
     Rows,
@@ -68,6 +70,9 @@ NEVER = 42
 
 _GRACE_S = 5.0
 """How long workers may go on when the node is asked to leave."""
+
+_OUTPUT_RATE, _OUTPUT_BURST = 1 << 20, 4 << 20
+"""Bytes of its workers' output that a node passes on, per second and at once: a quarter of what its head listens to."""
 
 _RETRY_S = 0.5
 _ANSWER_S = 10.0
@@ -101,6 +106,7 @@ class Agent:
         self._reader = node_reader()
         self._poller = zmq.Poller()
         self._next_beat = 0.0
+        self._output = OutputLimit(_OUTPUT_RATE, _OUTPUT_BURST)
         self._leaving: float | None = None  # since when
         self._exit: int | None = None
         self._is_welcome = False
@@ -202,6 +208,8 @@ class Agent:
             self._socket = None
 
     def _say(self, message: Any, payload: Sequence[Any] = ()) -> None:
+        if isinstance(message, Output) and not self._output.passes(message, time.monotonic()):
+            return
         if self._socket is not None:
             for frames in to_wire(self._session, message, payload):
                 self._socket.send(frames)
