@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 
@@ -135,7 +136,8 @@ def test_lies_about_an_evaluation(lie, tmp_path):
 
 
 @pytest.mark.parametrize("lie", CONTROL)
-def test_lies_beside_answers(lie, tmp_path):
+def test_lies_beside_answers(lie, tmp_path, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("clusterenv.output"), "level", logging.WARNING)
     backend, envs = make("control", lie, tmp_path)
     with envs:
         envs.reset(seed=3)

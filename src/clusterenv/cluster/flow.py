@@ -7,7 +7,7 @@ from __future__ import annotations
 
 __all__ = ["MESSAGE_BYTES", "Flow"]
 
-MESSAGE_BYTES = 256
+MESSAGE_BYTES = 1024
 """What any message costs beside its bytes: reading it takes time, however small it is."""
 
 

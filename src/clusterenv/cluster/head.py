@@ -55,6 +55,9 @@ _AWAY_S = 0.02
 """The caller's thread has not come for so long: the other one listens."""
 
 
+_LATE_BYTES = 1 << 14
+"""What an answer to no open request counts at least: there are few of them, after a seat has changed hands."""
+
 _LONGEST_REASON = 2000
 """Characters of what a node says that are shown."""
 
@@ -235,7 +238,7 @@ class Head:
             node = self.roster.holder(seat)
             peer = None if node is None else self._active.get(node)
             if peer is not None:
-                self._spend(peer, min(size, CONTROL_LIMIT), time.monotonic())
+                self._spend(peer, min(max(size, _LATE_BYTES), CONTROL_LIMIT), time.monotonic())
 
     def pump(self, timeout_s: float) -> None:
         """Wait until something has come, at most so long, and sort it."""
