@@ -45,12 +45,12 @@ def zeros(n=4):
 
 
 def is_ended(envs):
-    return "node_lost" in kinds(envs)
+    return not {"node_lost", "node_unfit"}.isdisjoint(kinds(envs))
 
 
 def assert_ended(envs, backend, by="broke the protocol"):
     assert backend.was_told
-    reasons = [event.reason for event in envs.events() if event.kind == "node_lost"]
+    reasons = [event.reason for event in envs.events() if event.kind in ("node_lost", "node_unfit")]
     assert len(reasons) == 1 and by in reasons[0], reasons
 
 

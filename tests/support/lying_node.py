@@ -217,7 +217,7 @@ CONTROL: dict[str, Lie] = {
     "output without end": _many(Output(1, 1, "x" * 400_000), 200),
     "stacks without end": _many(StackTrace(1, 1, "x" * 400_000), 200),
     "exits without end": _many(Exited(1, 1, "x" * 400_000, ""), 200),
-    "pulls without end": _many(Pull(1, 7, 0, 0), 200_000),
+    "pulls without end": _many(Pull(7, 0, 0), 200_000),
     "answers to nothing": _many(Answer(1, 1, 1 << 30, True, (2,)), 300_000),
     "its code cannot be loaded": _many(Failed(1, "a lie"), 1),
     "it cannot start its workers": _many(Failed(1, "a lie", is_code=False), 1),

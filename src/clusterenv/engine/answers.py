@@ -17,6 +17,7 @@ from clusterenv.engine.fragment_answers import check_fragment, check_missing
 from clusterenv.engine.requests import Kind, Request
 from clusterenv.errors import ProtocolError
 from clusterenv.memory.fragments import ArenaLayout
+from clusterenv.memory.progress import PHASES
 from clusterenv.memory.rows import Layout
 from clusterenv.memory.transfer import check_rows, fragment_sizes, row_bytes
 from clusterenv.wire.channel import plain
@@ -34,7 +35,6 @@ from clusterenv.wire.requests import (
     SetAttr,
     Step,
 )
-from clusterenv.worker.envs import PHASES
 
 __all__ = ["Known", "check", "check_step", "limit_bytes", "record"]
 

@@ -11,22 +11,23 @@ import mmap
 import os
 import time
 import zlib
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.cluster.head import Head
 from clusterenv.cluster.roster import Seated, Unseated
-from clusterenv.cluster.weight_server import Weights
 from clusterenv.code.missing import missing_package
 from clusterenv.code.packages import pack
-from clusterenv.engine.inputs import Cause, Exit, Stack
+from clusterenv.engine.inputs import Cause, Exit, Placed, Stack, WeightsHeld, WeightsRefused, WeightsSent
 from clusterenv.engine.requests import Request
+from clusterenv.engine.weights import Transfer
 from clusterenv.errors import PolicyError, ProtocolError, SpecError, StartError, UsageError
 from clusterenv.events import emit, emit_output
 from clusterenv.executors.open_requests import OpenRequests
 from clusterenv.memory.fragments import ArenaLayout
+from clusterenv.memory.progress import PHASES
 from clusterenv.memory.rows import Buffers, Layout
 from clusterenv.memory.transfer import read_inputs
 from clusterenv.spec import Blueprint
@@ -42,6 +43,7 @@ from clusterenv.wire.messages import (
     Lacks,
     Offer,
     Output,
+    Pull,
     Ring,
     Rows,
     Rung,
@@ -51,7 +53,6 @@ from clusterenv.wire.messages import (
     TraceStack,
 )
 from clusterenv.wire.requests import Close, LoadWeights, Rebuild, Reset, RunFragment, Step
-from clusterenv.worker.envs import PHASES
 
 __all__ = ["RemoteCrew", "inputs_of", "tell_of"]
 
@@ -60,29 +61,25 @@ _SCHEDULER_S = 3.0
 """What a scheduler gets on top of `close`'s timeout: 8 s of the 10 that a user waits at most."""
 
 
-class _Put(NamedTuple):
-    """Weights that a seat is to have, at some place of its memory."""
-
-    number: int
-    data: bytes
-    packed: bytes | None
-    base: int
-    """`packed` are steps from this one."""
-    keep: bool
-
-
 def tell_of(message: Any, seat: int, worker: int, slots: list[int]) -> Tell:
     """How a message to a worker with these slots travels, and whose sides (and actions) go with it."""
     request = getattr(message, "request", None) or 0
     if isinstance(message, (Step, Reset, Rebuild)):
         actions = isinstance(message, Step) and message.actions is None and message.act is None
         return Tell(seat, worker, request, tuple(message.slots), actions)
-    return Tell(seat, worker, request, tuple(slots) if isinstance(message, RunFragment) else (), False)
+    weights = message.number if isinstance(message, LoadWeights) else 0
+    return Tell(seat, worker, request, tuple(slots) if isinstance(message, RunFragment) else (), False, weights)
 
 
 def inputs_of(tell: Tell, buffers: Buffers | None) -> list[bytes]:
     """What the worker reads of the rows to do it."""
     return [read_inputs(buffers, tell.slots, tell.actions)] if tell.slots and buffers is not None else []
+
+
+def _pulled(pull: Pull, sent: int, now: float) -> WeightsSent | WeightsHeld | WeightsRefused:
+    if pull.size > 0:
+        return WeightsSent(pull.weights, sent)
+    return WeightsHeld(pull.weights, now) if pull.size == 0 else WeightsRefused(pull.weights)
 
 
 class RemoteCrew:
@@ -134,12 +131,6 @@ class RemoteCrew:
         self._may_lack: set[int] = set()  # may still ask for packages: once after each `Host`
         self._running: set[int] = set()
         self._requests = OpenRequests(slots_of, self._workers, blueprint.is_vector, head.inbox.open_bytes)
-        self._is_started = False  # every worker has built its environments once
-        self._weights: list[dict[int, _Put]] = [{} for _ in self._workers]  # per seat: place → what lies there
-        self._offered: list[set[int]] = [set() for _ in self._workers]  # places whose weights were offered
-        self._kept = [0] * len(self._workers)  # per seat: the last that others are packed against
-        self._has = [0] * len(self._workers)  # per seat: the last such that was offered to who is there now
-        self._offers = 0
         self._summed = (b"", 0)  # weights, and their checksum
         self._layouts: list[tuple[Any, bytes]] = []
         self._events: list[tuple[int, Any]] = []
@@ -155,8 +146,9 @@ class RemoteCrew:
         seat = self._seat_of[index]
         if seat not in self._hosted:
             self._hosted.add(seat)
-            self._offered[seat].clear()
-            self._has[seat] = 0
+            node = self._head.roster.holder(seat)
+            if node is not None:
+                self._events.append((-1, Placed(seat, node, self._head.roster.session(node))))
             self._head.send(seat, self._hosts[seat], [self._payload])
             self._may_lack.add(seat)
             for kind, layout in self._layouts:
@@ -166,7 +158,6 @@ class RemoteCrew:
 
     def allocate(self, layout: Layout) -> bytearray:
         memory = self._requests.allocate(layout)
-        self._is_started = True
         self._announce(Rows, layout)
         return memory
 
@@ -181,28 +172,21 @@ class RemoteCrew:
         for seat in self._hosted:
             self._head.send(seat, kind(seat), [data])
 
-    def put_weights(self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False) -> None:
-        self._offers += 1
-        self._weights[node][offset] = _Put(self._offers, data, packed, self._kept[node] if keep else 0, keep)
-        self._offered[node].discard(offset)
-        if keep:
-            self._kept[node] = self._offers
-
-    def _offer(self, seat: int, place: int) -> None:
-        """Weights travel when a worker is told to load them, and to each machine once."""
-        if place in self._offered[seat]:
-            return
-        self._offered[seat].add(place)
-        put = self._weights[seat][place]
-        fits = put.packed is not None and put.base == self._has[seat]
-        data = put.packed if put.packed is not None and fits else put.data
+    def put_weights(self, transfer: Transfer) -> bool:
+        weights, data = transfer.weights, transfer.data
         if data is not self._summed[0]:  # one snapshot goes to every node
             self._summed = (data, zlib.crc32(data))
-        base = put.base if fits else 0
-        offer = Offer(seat, put.number, place, len(data), self._summed[1], fits, base, put.keep)
-        self._head.offer(Weights(offer, data, put.data), {kept.number for kept in self._weights[seat].values()})
-        if put.keep:
-            self._has[seat] = put.number
+        offer = Offer(
+            weights.number,
+            transfer.offset,
+            len(data),
+            self._summed[1],
+            transfer.is_packed,
+            weights.base if transfer.is_packed else 0,
+            weights.keep,
+        )
+        self._head.offer(transfer.machine.node, transfer.machine.session, offer, data)
+        return False
 
     # -- messages ---------------------------------------------------------------------------------------------
 
@@ -211,9 +195,7 @@ class RemoteCrew:
         body = self._encode(message)  # first: what cannot travel must not be waited for
         if index not in self._running:
             return  # its `Exit` was handed out already, and settles what was asked of it
-        if isinstance(message, LoadWeights):
-            self._offer(seat, message.offset)
-        elif isinstance(message, Close):
+        if isinstance(message, Close):
             return  # a node closes its seats itself
         if request is not None:
             self._requests.open(request)
@@ -245,11 +227,14 @@ class RemoteCrew:
     def _collect(self, timeout_s: float) -> None:
         self._head.pump(timeout_s)
         inbox, seats = self._head.inbox, self._head.seat_events
+        while self._head.pulls:  # before the answers of workers that waited for weights
+            self._events.append((-1, _pulled(*self._head.pulls.popleft())))
         while (said := inbox.next()) is not None:
             seat, message, frames = said
             if seat in self._seated:
-                if isinstance(message, Failed) and not self._is_started:
-                    raise self._start_error(seat, message)
+                if isinstance(message, Failed):
+                    self._failed(seat, message)
+                    continue
                 try:
                     self._open(seat, message, frames)
                 except Exception as error:  # whatever a message leads to here ends its sender, never the head
@@ -272,6 +257,7 @@ class RemoteCrew:
             return
         self._seated.discard(seat)
         self._hosted.discard(seat)
+        self._events.append((-1, Placed(seat, None)))
         for worker in self._workers[seat]:
             if worker in self._running:
                 if change.is_moved:
@@ -280,19 +266,9 @@ class RemoteCrew:
                     reason = f"was on node {change.node}, which is gone: {change.reason}"
                     self._exited(worker, reason, "", Cause.NODE_LOST)
 
-    def _start_error(self, seat: int, message: Failed) -> StartError | SpecError:
-        node = f"node {self._head.roster.holder(seat)}"
-        if not message.is_code:
-            return StartError(f"{node} cannot start its workers: {message.text}")
-        advice = missing_package(message.text, node)
-        text = f"the environments' code could not be loaded on {node}"
-        return SpecError(f"{text}{': ' * bool(advice)}{advice}\n{message.text}")
-
     def _open(self, seat: int, message: Any, frames: list[Any]) -> None:
         if isinstance(message, Rung):
             self._heard(seat, self._requests.take_step(seat, message, frames), frames)
-        elif isinstance(message, Failed):
-            raise ProtocolError(f"cannot run its workers: {message.text}")
         elif isinstance(message, Lacks):
             self._send_code(seat, set(message.packages))
         elif message.worker not in self._workers[seat]:
@@ -312,6 +288,22 @@ class RemoteCrew:
             self._head.answered_nothing(seat, sum(map(len, frames)))
         else:
             self._events += replies
+
+    def _failed(self, seat: int, failed: Failed) -> None:
+        """Go on without the node that cannot run this seat; raise where too few others are left."""
+        node = self._head.roster.holder(seat)
+        if node is None:
+            return  # it is gone already
+        error: SpecError | StartError
+        if failed.is_code:
+            advice = missing_package(failed.text, f"node {node}")
+            text = f"the environments' code could not be loaded on node {node}{': ' * bool(advice)}{advice}"
+            error = SpecError(f"{text}\n{failed.text}")
+        else:
+            text = f"node {node} cannot start its workers"
+            error = StartError(f"{text}: {failed.text}")
+        if not self._head.node_unfit(node, text, failed.text):
+            raise error
 
     def _send_code(self, seat: int, names: set[str]) -> None:
         """Send the files of these packages: once, for packing them takes time."""
@@ -389,6 +381,7 @@ class RemoteCrew:
             return  # a fork of the head: the nodes are the parent's
         deadline = time.monotonic() + timeout_s + _SCHEDULER_S
         self._requests.free()
-        self._head.close()
         if self._stop is not None:
-            self._stop(deadline)
+            self._stop(deadline)  # the head as well
+        else:
+            self._head.close()

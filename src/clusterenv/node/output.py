@@ -11,9 +11,9 @@ _LONGEST = 1 << 18
 
 
 class OutputLimit:
-    """A rate with a burst; what is left out is counted, and told with what comes next."""
+    """A rate with a burst, a quarter of what a head listens to; what is left out is told with what comes next."""
 
-    def __init__(self, rate: float, burst: float) -> None:
+    def __init__(self, rate: float = 1 << 20, burst: float = 4 << 20) -> None:
         self._flow = Flow(rate, burst)
         self._left_out = 0
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import socket
+import socket as tcp
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,12 @@ from clusterenv.transport.keys import KeyPair
 __all__ = ["Arrived", "HeadSocket", "Link", "NodeSocket"]
 
 _ZAP = "inproc://zeromq.zap.01"
+
+_ACKED, _BUSY_US, _TCP_INFO = 120, 168, 176
+"""Where Linux's `struct tcp_info` has the bytes that were acknowledged, and the time in which some were not yet."""
+
+_ENOUGH = 1 << 16
+"""Acknowledged bytes that tell how fast a link is."""
 
 
 _WAITING = 4096
@@ -54,24 +61,24 @@ class HeadSocket:
         self._allowed: set[bytes] = set()
         self.refused = 0
         """Handshakes with a key that is not of this run."""
-        router = self._context.socket(zmq.ROUTER)
-        router.linger = 0
-        router.curve_server = 1
-        router.curve_publickey = keys.public.encode()
-        router.curve_secretkey = keys.secret.encode()
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        router.setsockopt(zmq.MAXMSGSIZE, frame_limit)
-        router.setsockopt(zmq.SNDHWM, 0)
-        router.setsockopt(zmq.RCVHWM, _WAITING)
-        router.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
-        router.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(dead_after_s * 250)))
-        router.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(dead_after_s * 1000))
-        router.setsockopt(zmq.IPV6, ":" in host)
-        self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        socket = self._context.socket(zmq.ROUTER)
+        socket.linger = 0
+        socket.curve_server = 1
+        socket.curve_publickey = keys.public.encode()
+        socket.curve_secretkey = keys.secret.encode()
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, frame_limit)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, _WAITING)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(dead_after_s * 250)))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(dead_after_s * 1000))
+        socket.setsockopt(zmq.IPV6, ":" in host)
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._accepted: dict[int, int] = {}
         self._ended: list[Link] = []
         self._links: dict[bytes, Link] = {}  # by route
-        self._socket = router
+        self._socket = socket
         shown = f"[{host}]" if ":" in host else host
         try:
             self.address = f"tcp://{shown}:{self._bind(shown, ports)}"
@@ -100,8 +107,8 @@ class HeadSocket:
         self._allowed.add(z85.decode(key))
 
     def poll_on(self, poller: zmq.Poller) -> None:
-        for each in (self._socket, self._zap, self._monitor):
-            poller.register(each, zmq.POLLIN)
+        for socket in (self._socket, self._zap, self._monitor):
+            poller.register(socket, zmq.POLLIN)
 
     def receive(self, ready: Any = None, most: int = 64) -> list[Arrived]:
         """What has come, at most so many; handshakes are answered on the way. `ready`: what a poller said, if asked."""
@@ -160,9 +167,9 @@ class HeadSocket:
         descriptor, number = link
         if link in self._ended or self._accepted.get(descriptor, 0) != number:
             return  # it has ended, and the number may be that of something else by now
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6):
-                connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), tcp.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family in (tcp.AF_INET, tcp.AF_INET6):
+                connection.shutdown(tcp.SHUT_RDWR)
 
     def _answer_handshakes(self) -> None:
         while True:
@@ -193,22 +200,28 @@ class NodeSocket:
 
     def __init__(self, address: str, head_key: str, keys: KeyPair, *, dead_after_s: float) -> None:
         self._context = zmq.Context()
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.linger = 1000
-        dealer.curve_serverkey = head_key.encode()
-        dealer.curve_publickey = keys.public.encode()
-        dealer.curve_secretkey = keys.secret.encode()
-        dealer.setsockopt(zmq.SNDHWM, 0)
-        dealer.setsockopt(zmq.RCVHWM, 0)
-        dealer.setsockopt(zmq.IPV6, "[" in address)
-        dealer.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(dead_after_s * 250)))
-        dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(dead_after_s * 1000))
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 1000
+        socket.curve_serverkey = head_key.encode()
+        socket.curve_publickey = keys.public.encode()
+        socket.curve_secretkey = keys.secret.encode()
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.IPV6, "[" in address)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(min(dead_after_s * 250, 5000))))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(dead_after_s * 1000))
         # The head hears of this node's death by its own heartbeats, or by the end of the connection.
-        self._monitor = dealer.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        self._monitor = socket.get_monitor_socket(
+            zmq.EVENT_CONNECTED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         )
-        self._socket = dealer
-        dealer.connect(address)
+        self._socket = socket
+        self._descriptor = -1  # of the connection
+        self._acked = self._busy_us = 0
+        self._bytes_per_s = 0.0
+        socket.connect(address)
 
     def poll_on(self, poller: zmq.Poller) -> None:
         poller.register(self._socket, zmq.POLLIN)
@@ -233,10 +246,25 @@ class NodeSocket:
         if self._monitor not in ready:
             return None
         try:
-            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            said = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:
             return None
-        return "lost" if event == zmq.EVENT_DISCONNECTED else "refused"
+        if said["event"] == zmq.EVENT_CONNECTED:
+            self._descriptor = int(said["value"])
+            return None
+        return "lost" if said["event"] == zmq.EVENT_DISCONNECTED else "refused"
+
+    def bytes_per_s(self) -> float:
+        """Return how fast the head has acknowledged what was sent lately; 0.0 while that was too little to tell."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError), tcp.socket(fileno=os.dup(self._descriptor)) as connection:
+                info = connection.getsockopt(tcp.IPPROTO_TCP, tcp.TCP_INFO, _TCP_INFO)
+                if len(info) == _TCP_INFO:
+                    acked, busy_us = (struct.unpack_from("=Q", info, at)[0] for at in (_ACKED, _BUSY_US))
+                    if acked - self._acked >= _ENOUGH:  # less goes through a shaped link in one burst
+                        self._bytes_per_s = 1e6 * (acked - self._acked) / max(1, busy_us - self._busy_us)
+                        self._acked, self._busy_us = acked, busy_us
+        return self._bytes_per_s
 
     def send(self, frames: Sequence[Any]) -> None:
         self._socket.send_multipart(frames, zmq.NOBLOCK)

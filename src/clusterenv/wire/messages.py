@@ -135,8 +135,7 @@ class Beat(_Message):
 class Pull(_Message):
     """So many bytes of some weights, please; none: they are all here; -1: offer them whole, these cannot be used."""
 
-    seat: int
-    offer: int
+    weights: int
     at: int
     size: int
 
@@ -213,6 +212,8 @@ class Tell(_Message):
     slots: tuple[int, ...]
     """Whose sides (and actions) come along."""
     actions: bool
+    weights: int = 0
+    """It is about these weights, and waits for them where they are still to come."""
 
 
 class Ring(_Message):
@@ -235,10 +236,10 @@ class TraceStack(_Message):
 
 
 class Offer(_Message):
-    """Weights to be pulled before anything that is told after this; `place` is where in memory they go."""
+    """Weights to be pulled; `place` is where in the machine's memory they go. What has to wait for them names them."""
 
-    seat: int
-    offer: int
+    weights: int
+    """Their number in the head's ledger."""
     place: int
     size: int
     checksum: int
@@ -250,18 +251,16 @@ class Offer(_Message):
 
 
 class Chunk(_Message):
-    """Bytes of some weights; frame: at most 1 MB of them."""
+    """Bytes of some weights; frame: at most half a megabyte of them."""
 
-    seat: int
-    offer: int
+    weights: int
     at: int
 
 
 class Withdrawn(_Message):
-    """These weights cannot be pulled any more: newer ones have taken their place, and nobody waits for them."""
+    """These weights cannot be pulled (any more)."""
 
-    seat: int
-    offer: int
+    weights: int
 
 
 class Leave(_Message):
