@@ -46,6 +46,15 @@ class Request:
     """The answer to a call, until the caller has read it."""
     remaining: set[int] = field(default_factory=set)
     """Slots whose row has not come yet, where it brings rows."""
+    message: Any = None
+    """What was sent; None: a whole step."""
+    parts: list[Any] = field(default_factory=list)
+    """Results of a call that have come, where they come in parts."""
+    received_bytes: int = 0
+    version: int | None = None
+    """Fragments: the version that acts."""
+    info_keys: tuple[str, ...] = ()
+    """Fragments: the infos that were asked for."""
 
     def __post_init__(self) -> None:
         if self.brings == "rows":
@@ -70,7 +79,8 @@ class Requests:
     def open(self, worker: int, kind: Kind, slots: list[int], message: Any) -> Request:
         """Record that `message`, or a whole step with that number, is asked of `worker`."""
         number = message if isinstance(message, int) else message.request
-        request = Request(number, kind, worker, slots, *_brings(message))
+        sent = None if isinstance(message, int) else message
+        request = Request(number, kind, worker, slots, *_brings(message), message=sent)
         self._open[worker][number] = request
         self.count += 1
         return request
