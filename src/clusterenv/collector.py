@@ -36,6 +36,7 @@ from clusterenv.policy.sync.rules import APS, Always, Rule
 from clusterenv.policy.weights.codec import encode
 from clusterenv.policy.weights.packing import Codec
 from clusterenv.rollout import Evaluation, Receipt, Rollout, map_arrays
+from clusterenv.system.interrupts import uninterrupted
 from clusterenv.wire.requests import FragmentResult
 from clusterenv.worker.key_watch import KeyWatch
 
@@ -115,6 +116,7 @@ class Collector:
 
     # -- collecting -------------------------------------------------------------------------------------------
 
+    @uninterrupted
     def rollout(self, num_steps: int, timeout_s: float | None = None, copy: bool = True) -> Rollout:
         """`num_steps` steps of every environment, acted by the agent as it is now.
 
@@ -227,6 +229,7 @@ class Collector:
         self._tally.spent(now - begin)
         return now
 
+    @uninterrupted
     def _feed(self, stream: FragmentStream, max_staleness: int | None) -> None:
         """Whoever has a free place gets something to do, and before that the weights that its rule asks for."""
         for node in sorted({self._pool.node_of[worker] for worker in stream.with_room}):
@@ -262,6 +265,7 @@ class Collector:
             if missing is not None:
                 self._pool.desk.tell_missing(missing, list(range(self._pool.num_envs)))
 
+    @uninterrupted
     def publish(self) -> int:
         """The agent's weights, if they changed, are the newest version from now on; returns its number.
 
@@ -380,6 +384,7 @@ class Collector:
 
     # -- evaluating -------------------------------------------------------------------------------------------
 
+    @uninterrupted
     def evaluate(
         self, agent: Any = None, *, episodes: int = 32, deterministic: bool = True, seed: int = 0, record: int = 0
     ) -> Evaluation:

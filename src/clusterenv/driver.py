@@ -8,7 +8,6 @@ the two spliced.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import deque
@@ -38,7 +37,7 @@ from clusterenv.executors.contract import Crew, Exit, Stack
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Buffers, make_layout
 from clusterenv.recovery import Recovery
-from clusterenv.system.interrupts import held_back
+from clusterenv.system.interrupts import checkpoint, uninterrupted
 from clusterenv.wire import infos as info_columns
 from clusterenv.wire.requests import (
     Act,
@@ -202,22 +201,18 @@ class Pool:
         False, where anything unusual happened: the step is under way, and `collect` and `deliver` go on with it.
         """
         if self._request % _LOOK_EVERY == 0:  # workers' output, and whatever else the hot loop does not read
-            self._inbox.extend(self._crew.wait(0.0))
+            self._inbox.extend(self._crew.poll(0.0))
         if self._losses or self._inbox or any(self._open):
             self.send_step(None, None)
             return False
-        number = self.number()
-        crew, done = self._crew, 0
+        number, workers = self.number(), len(self.slots_of)
+        done = 0
+        heard: list[tuple[int, Any]] = []
         try:
-            crew.ring(number)
-            for worker in range(len(self.slots_of)):
-                messages = crew.take(worker)
-                if len(messages) != 1 or not self._is_plain(messages[0], number):
-                    self._inbox.extend((worker, message) for message in messages)
-                    break
-                done += 1
+            answers = self._crew.step_all(number)
+            done, heard = (workers, heard) if answers is None else answers
         finally:
-            if done < len(self.slots_of):
+            if done < workers:
                 self.rows.expect_all()
                 now = time.monotonic()
                 for worker, slots in enumerate(self.slots_of):
@@ -226,16 +221,14 @@ class Pool:
                     else:
                         self._open[worker][number] = _Ticket("step", slots)
                         self._repairs.began(worker, now)
-        return done == len(self.slots_of)
-
-    def _is_plain(self, message: Any, number: int) -> bool:
-        """The answer to a whole step, with nothing wrong in it; its infos and objects are kept."""
-        if message == number:
-            return True
-        if not isinstance(message, Reply) or message.request != number or message.faults:
-            return False
-        self.rows.take_rows(message)
-        return True
+        for worker, message in heard:
+            if worker < done:
+                self.rows.take_rows(message)
+            else:
+                self._inbox.append((worker, message))
+        if done < workers:
+            checkpoint()
+        return done == workers
 
     def deliver_all(self, copy: bool) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """The rows of a `step_all` that went well."""
@@ -386,11 +379,13 @@ class Pool:
     # -- turning messages into state --------------------------------------------------------------------------
 
     def turn(self, deadline: float | None) -> None:
-        """Wait for something, at most a quarter of a second, and take it in."""
-        # An answer that was read and not kept would be waited for ever. In this process, a step may take any time.
-        with contextlib.nullcontext() if self._crew.is_inline else held_back():
+        """Wait for something, at most a quarter of a second, and take it in. Ctrl-C is handled after that."""
+        try:
             self._turn(deadline)
+        finally:
+            checkpoint()
 
+    @uninterrupted
     def _turn(self, deadline: float | None) -> None:
         if self._losses.has_due:
             self._repairs.start_due()
@@ -420,9 +415,9 @@ class Pool:
                 timeout_s = min(timeout_s, max(0.001, when - now))
             if deadline is not None:
                 timeout_s = min(timeout_s, max(0.0, deadline - now))
-        messages = self._crew.wait(timeout_s)
-        if not self._crew.is_inline:  # also while others answer: one that hangs must not go unnoticed in a busy stream
-            self._repairs.look_for_hangs([bool(tickets) for tickets in self._open])
+        messages = self._crew.poll(timeout_s)
+        # Also while others answer: one that hangs must not go unnoticed in a busy stream.
+        self._repairs.look_for_hangs([bool(tickets) for tickets in self._open])
         return messages
 
     def _take(self, worker: int, reply: Reply) -> None:
@@ -494,7 +489,7 @@ class Pool:
         return worker not in losses.respawn and not any(slot in losses.gone for slot in self.slots_of[worker])
 
     def is_leaving(self, worker: int) -> bool:
-        return self._crew.is_leaving(worker)
+        return self._crew.nodes is not None and self._crew.nodes.is_leaving(worker)
 
     def collected(self, slots: list[int], stepped: Any, result: FragmentResult) -> None:
         self.rows.collected(slots, stepped)
@@ -540,17 +535,21 @@ class Pool:
             self._losses.slot_gone(slot, time.monotonic())
 
     def need_packages(self, names: tuple[str, ...]) -> None:
-        self._crew.need_packages(names)
+        if self._crew.nodes is not None:  # workers of this machine have what the caller has
+            self._crew.nodes.need_packages(names)
 
     def scale(self, nodes: int) -> None:
-        self._crew.scale(nodes)
+        if self._crew.nodes is None:
+            raise UsageError("scale() is for backends with nodes: this one has none")
+        self._crew.nodes.scale(nodes)
         if not self.desk.is_streaming:  # nodes that nothing is under way on leave now, not with the next request
-            self._inbox.extend(self._crew.wait(0.0))
+            self._inbox.extend(self._crew.poll(0.0))
 
     def stats(self) -> dict[str, Any]:
+        processes = self._crew.processes
         return {
             "workers": len(self.slots_of),
-            "worker_pids": [self._crew.pid(w) for w in range(len(self.slots_of))],
+            "worker_pids": [processes.pid(w) if processes else None for w in range(len(self.slots_of))],
             "events": dict(self.events.counts),
             "slow_slots": sorted(self._pace.slow),
             "step_time_s": self.buffers.pace_s.copy(),

@@ -31,6 +31,7 @@ from clusterenv.policy.sync.rules import Rule
 from clusterenv.policy.weights.packing import Codec
 from clusterenv.recovery import Recovery
 from clusterenv.spec import blueprint
+from clusterenv.system.interrupts import uninterrupted
 from clusterenv.wire.requests import Acted
 
 __all__ = ["ClusterEnv"]
@@ -109,6 +110,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
     # -- Gymnasium's face -------------------------------------------------------------------------------------
 
+    @uninterrupted
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
@@ -143,6 +145,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         infos = _spread(rows.infos, rows.slots, self.num_envs)
         return pool.peek_obs(np.arange(self.num_envs)), infos
 
+    @uninterrupted
     def step(self, actions: Any) -> StepResult:
         """Step every environment with its action; row i is slot i.
 
@@ -199,6 +202,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         """One frame per environment."""
         return self.call("render")
 
+    @uninterrupted
     def call(self, name: str, *args: Any, sticky: bool = False, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method (or read an attribute) of every environment.
 
@@ -208,6 +212,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self._refuse_loaded("call", name)
         return tuple(self._pool.call(name, args, kwargs, sticky=sticky))
 
+    @uninterrupted
     def get_attr(self, name: str, slots: Sequence[int] | None = None) -> tuple[Any, ...]:
         """Read an attribute of every environment, or of those of `slots`, in that order."""
         self._refuse("get_attr")
@@ -218,6 +223,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         values = dict(zip(sorted(chosen), self._pool.call(name, (), {}, slots=sorted(chosen)), strict=True))
         return tuple(values[slot] for slot in chosen)
 
+    @uninterrupted
     def set_attr(
         self, name: str, values: list[Any] | tuple[Any, ...] | Any, slots: Sequence[int] | None = None
     ) -> None:
@@ -236,6 +242,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             )
         self._pool.set_attr(name, dict(zip(chosen, values, strict=True)))
 
+    @uninterrupted
     def scale(self, nodes: int) -> None:
         """Run on so many nodes from now on, up to the backend's `max_nodes`. `num_envs` stays.
 
@@ -272,6 +279,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
     # -- partial batches --------------------------------------------------------------------------------------
 
+    @uninterrupted
     def send(self, actions: Any, slots: Sequence[int] | np.ndarray[Any, Any] | None = None) -> None:
         """Step some slots (None: all) without waiting: row i of `actions` is for `slots[i]`."""
         self._refuse("send")
@@ -291,6 +299,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             raise UsageError(f"send(): slots {late.tolist()} are in flight already; recv() them first")
         self._pool.send_step(chosen, self._place(actions, chosen))
 
+    @uninterrupted
     def recv(self, min_envs: int | None = None, timeout_s: float | None = None) -> StepResult:
         """Rows of at least `min_envs` slots (None: all in flight), ascending by slot; `infos["slot"]` names them."""
         self._refuse("recv")
@@ -374,6 +383,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         collector = self.attached.state_dict() if self.attached is not None else None
         return {"format": 1, "num_envs": self.num_envs, "pool": self._pool.state_dict(), "collector": collector}
 
+    @uninterrupted
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()` of an earlier run; the next `reset()` or `rollout()` begins new episodes."""
         self._refuse("load_state_dict")

@@ -167,7 +167,7 @@ class Repairs:
         """Start what is due: workers first, then the environments of running workers."""
         now, losses = time.monotonic(), self._losses
         for worker, when in list(losses.respawn.items()):
-            if when <= now and self._crew.can_start(worker):
+            if when <= now and (self._crew.nodes is None or self._crew.nodes.can_start(worker)):
                 del losses.respawn[worker]
                 self._crew.start(worker)
                 slots = self._host.slots_of[worker]
@@ -211,8 +211,8 @@ class Repairs:
 
     def look_for_hangs(self, busy: list[bool]) -> None:
         """Kill workers that have something to do and have not moved for too long; warn of them before."""
-        now = time.monotonic()
-        if now - self._looked_at < _LOOK_S:
+        now, processes = time.monotonic(), self._crew.processes
+        if processes is None or now - self._looked_at < _LOOK_S:
             return
         self._looked_at = now
         for worker, is_busy in enumerate(busy):
@@ -223,9 +223,9 @@ class Repairs:
             stuck_s, limit_s = self._hangs.stuck_s(worker, at, now), self._recovery.timeout_s(phase)
             if limit_s is not None and stuck_s > limit_s:
                 self._hung[worker] = f"hung for {stuck_s:.1f} s ({phase}_timeout_s={limit_s})"
-                self._crew.kill(worker)
+                processes.kill(worker)
             elif at[0] >= 0 and self._long_calls.is_due(worker, stuck_s):
-                self._crew.stack(worker)
+                processes.stack(worker)
 
     def long_call(self, worker: int, stack: str) -> None:
         """Warn of a worker that has been in one call for long; `stack` says where."""

@@ -11,10 +11,9 @@ import mmap
 import os
 import time
 import zlib
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-from gymnasium.vector import AutoresetMode
 
 from clusterenv.cluster.checks import check_fragment, check_missing
 from clusterenv.cluster.head import Head
@@ -23,12 +22,14 @@ from clusterenv.cluster.weight_server import Weights
 from clusterenv.code.missing import missing_package
 from clusterenv.code.packages import pack
 from clusterenv.errors import PolicyError, ProtocolError, SpecError, StartError, UsageError
-from clusterenv.events import emit, emit_output
-from clusterenv.executors.contract import Cause, Exit, Stack
+from clusterenv.events import emit
+from clusterenv.executors.contract import Cause, Exit, Nodes, Printed, Processes, Stack, is_plain
+from clusterenv.executors.output import OutputLog
 from clusterenv.memory.fragments import Arena, ArenaLayout
 from clusterenv.memory.rows import Buffers, Layout
 from clusterenv.memory.transfer import Block, read_inputs, write_fragment, write_rows
 from clusterenv.spec import Blueprint
+from clusterenv.system import interrupts
 from clusterenv.wire.channel import encode, encode_named, plain
 from clusterenv.wire.messages import (
     Answer,
@@ -50,10 +51,12 @@ from clusterenv.wire.messages import (
     TraceStack,
 )
 from clusterenv.wire.requests import Built, Close, FragmentResult, LoadWeights, Rebuild, Reply, Reset, RunFragment, Step
+from clusterenv.worker.setup import WorkerConfig
 
 __all__ = ["RemoteCrew", "inputs_of", "tell_of"]
 
-_TAKE_S = 0.25
+_STEP_S = 0.25
+"""How long a whole step is awaited before hangs are looked for."""
 _SCHEDULER_S = 3.0
 """What a scheduler gets on top of `close`'s timeout: 8 s of the 10 that a user waits at most."""
 _OVERHEAD = 64 << 20
@@ -99,20 +102,13 @@ def inputs_of(tell: Tell, buffers: Buffers | None) -> list[bytes]:
 
 
 class RemoteCrew:
-    is_inline = False
-
     def __init__(
         self,
         head: Head,
         blueprint: Blueprint,
         slots_of: list[list[int]],
         seat_of: list[int],
-        mode: AutoresetMode | None,
-        check: bool,
-        *,
-        threads: int | None = 1,
-        preload: tuple[str, ...] = (),
-        other: Literal["refuse", "repr"] = "refuse",
+        config: WorkerConfig,
         stop: Any = None,
     ) -> None:
         self._head = head
@@ -130,11 +126,11 @@ class RemoteCrew:
                 tuple((w, tuple(slots_of[w])) for w in workers),
                 blueprint.num_envs,
                 entry if isinstance(entry, str) else None,
-                mode.value if mode else None,
-                check,
-                threads,
-                preload,
-                other,
+                config.mode.value if config.mode else None,
+                config.check,
+                config.threads,
+                config.preload,
+                config.plain or "refuse",
                 blueprint.is_named,
                 tuple(package.wanted for package in blueprint.packages),
             )
@@ -159,9 +155,19 @@ class RemoteCrew:
         self._arena: Arena | None = None
         self._layouts: list[tuple[Any, bytes]] = []
         self._events: list[tuple[int, Any]] = []
+        self._output = OutputLog(slots_of)
+        interrupts.environments_opened(self)
         head.seat_events.clear()  # those before this moment are in `_seated`
 
     # -- starting ---------------------------------------------------------------------------------------------
+
+    @property
+    def processes(self) -> Processes:
+        return self
+
+    @property
+    def nodes(self) -> Nodes:
+        return self
 
     def can_start(self, index: int) -> bool:
         return self._seat_of[index] in self._seated
@@ -239,25 +245,31 @@ class RemoteCrew:
             self._asked[index, tell.request] = _Asked(tell.brings, tell.side, tell.num_steps)
         self._head.send(seat, tell, [body, *inputs_of(tell, self._buffers)])
 
-    def ring(self, request: int) -> None:
+    def _ring(self, request: int) -> None:
         for seat in self._hosted & self._seated:
             self._rung_at[seat] = request
             for worker in self._running.intersection(self._workers[seat]):
                 self._asked[worker, request] = _ROWS
             self._head.send(seat, Ring(seat, request), [self._blocks[seat].read_inputs()])
 
-    def take(self, index: int) -> list[Any]:
-        deadline = time.monotonic() + _TAKE_S
-        while self.is_running(index) and not any(worker == index for worker, _ in self._events):
+    def step_all(self, number: int) -> tuple[int, list[tuple[int, Any]]] | None:
+        """Have every worker step all its slots; see the contract. Where anything is unusual, `poll` has all of it."""
+        self._ring(number)
+        workers = len(self._seat_of)
+        deadline = time.monotonic() + _STEP_S
+        while len(self._events) < workers and not interrupts.STATE.pending:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                break
+                return 0, []
             self._collect(left_s)
-        mine = [message for worker, message in self._events if worker == index and not isinstance(message, Exit)]
-        self._events = [event for event in self._events if event[0] != index or isinstance(event[1], Exit)]
-        return mine
+        events = self._events
+        if len(events) != workers or not all(is_plain(message, number) for _, message in events):
+            return 0, []
+        self._events = []
+        heard = [event for event in events if event[1] != number]
+        return (workers, heard) if heard else None
 
-    def wait(self, timeout_s: float) -> list[tuple[int, Any]]:
+    def poll(self, timeout_s: float) -> list[tuple[int, Any]]:
         if not self._events:
             self._collect(timeout_s)
         events, self._events = self._events, []
@@ -327,7 +339,7 @@ class RemoteCrew:
             if message.worker in self._running:
                 self._exited(message.worker, message.reason, message.tail)
         elif isinstance(message, Output):
-            self._print(message)
+            self._output.log(message.worker, Printed(message.text, message.dropped))
         elif isinstance(message, StackTrace):
             self._events.append((message.worker, Stack(message.text)))
 
@@ -405,14 +417,6 @@ class RemoteCrew:
         self._head.progress.pop(worker, None)
         self._events.append((worker, Exit(reason, tail, cause)))
 
-    def _print(self, output: Output) -> None:
-        slots = self._slots_of[output.worker]
-        for line in output.text.split("\n"):
-            mark, _, rest = line.removeprefix("\x00").partition("\x00")
-            known = line.startswith("\x00") and mark.isdecimal()
-            where = f"slot {mark}" if known else f"slots {slots[0]}-{slots[-1]}"
-            emit_output(f"[{where}] {rest if line.startswith(chr(0)) else line}")
-
     # -- watching and ending ----------------------------------------------------------------------------------
 
     def progress(self, index: int) -> tuple[int, int, int]:
@@ -420,7 +424,7 @@ class RemoteCrew:
         return (-1, 0, 0) if known is None else known[1:]
 
     def stats(self) -> dict[str, Any]:
-        return self._head.stats()
+        return {**self._head.stats(), "output_lines_dropped": list(self._output.dropped)}
 
     def scale(self, nodes: int) -> None:
         most = len(self._workers)
@@ -459,6 +463,9 @@ class RemoteCrew:
         deadline = time.monotonic() + timeout_s + _SCHEDULER_S
         self._buffers = self._arena = None
         self._blocks = []
-        self._head.close()
-        if self._stop is not None:
-            self._stop(deadline)
+        try:
+            self._head.close()
+            if self._stop is not None:
+                self._stop(deadline)
+        finally:
+            interrupts.environments_closed(self)

@@ -17,8 +17,8 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.errors import ClusterEnvError, PolicyError
 from clusterenv.events import emit
-from clusterenv.executors.contract import Exit, Stack
-from clusterenv.executors.processes import ProcessCrew
+from clusterenv.executors.contract import Exit, Printed, Stack
+from clusterenv.executors.worker_processes import WorkerProcesses
 from clusterenv.memory.fragments import Arena, ArenaLayout
 from clusterenv.memory.rows import Buffers, Layout
 from clusterenv.memory.transfer import Block, read_fragment, read_rows, write_inputs
@@ -40,6 +40,7 @@ from clusterenv.wire.messages import (
     StackTrace,
     Tell,
 )
+from clusterenv.worker.setup import WorkerConfig
 
 __all__ = ["Seat"]
 
@@ -86,18 +87,9 @@ class Seat:
             delivered=delivered,
         )
         mode = AutoresetMode(host.mode) if host.mode else None
-        self._crew = ProcessCrew(
-            blueprint,
-            len(host.workers),
-            mode,
-            host.check,
-            host.threads,
-            _SPIN_S if len(host.workers) <= cpu_limit() else 0.0,
-            [list(slots) for _, slots in host.workers],
-            host.preload,
-            on_output=self._output,
-            plain=host.other,
-        )
+        spin_s = _SPIN_S if len(host.workers) <= cpu_limit() else 0.0
+        config = WorkerConfig(mode, host.check, host.threads, host.preload, host.other, spin_s)
+        self._crew = WorkerProcesses(blueprint, len(host.workers), config)
         self._tickets: dict[tuple[int, int], _Ticket] = {}
         self._ringing: dict[int, Any] = {}  # worker → None, or its answer
         self._ring = -1
@@ -245,7 +237,7 @@ class Seat:
     def take(self) -> None:
         """Hand on whatever workers have said."""
         try:
-            events = self._crew.wait(0.0)
+            events = self._crew.poll(0.0)
         except ClusterEnvError as error:
             self._send(Failed(self.number, str(error)), ())
             return
@@ -260,6 +252,8 @@ class Seat:
                 self._send(Exited(self.number, worker, message.reason, message.tail), ())
             elif isinstance(message, Stack):
                 self._send(StackTrace(self.number, worker, message.text), ())
+            elif isinstance(message, Printed):
+                self._send(Output(self.number, worker, message.text, message.dropped), ())
             else:
                 self._heard(worker, message)
 
@@ -304,9 +298,6 @@ class Seat:
             self._tickets[worker, self._ring] = _Ticket("rows", self._slots[worker], 0, 0)
             if message is not None:
                 self._answer(worker, message)
-
-    def _output(self, local: int, text: str) -> None:
-        self._send(Output(self.number, self._global[local], text), ())
 
     # -- the rest ---------------------------------------------------------------------------------------------
 

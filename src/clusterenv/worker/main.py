@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import io
 import mmap
 import os
 import random
@@ -18,13 +17,14 @@ import time
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from gymnasium.vector import AutoresetMode
 
 from clusterenv.errors import NotPlainError
 from clusterenv.system.orphans import become_subreaper
 from clusterenv.wire.channel import FrameReader, encode, encode_plain, encode_quick, open_request, with_plain_infos
 from clusterenv.wire.requests import Close, Fault, FragmentResult, Reply
 from clusterenv.worker.dispatch import Dispatcher
+from clusterenv.worker.output import MarkedOutput
+from clusterenv.worker.setup import ForkServerSetup
 
 __all__ = ["BELL", "PROGRESS_BYTES", "STACK_SIGNAL", "SharedMemory", "run"]
 
@@ -65,39 +65,8 @@ class _Mapped:
         return memoryview(mmap.mmap(self._shared.weights, 0, prot=mmap.PROT_READ))
 
 
-class _TaggedOutput(io.TextIOBase):
-    """sys.stdout or sys.stderr of a worker: each line is marked with the slot that was running."""
-
-    def __init__(self, fd: int, progress: memoryview) -> None:
-        self._fd = fd
-        self._at = progress
-        self._line = ""
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def write(self, text: str) -> int:
-        *lines, self._line = (self._line + text).split("\n")
-        for line in lines:
-            os.write(self._fd, f"\x00{self._at[0]}\x00{line}\n".encode(errors="replace"))
-        return len(text)
-
-
-def run(
-    index: int,
-    channel: socket.socket,
-    memory: SharedMemory,
-    makers: Any,
-    mode: AutoresetMode | None,
-    check: bool,
-    spin_s: float,
-    plain: Literal["refuse", "repr"] | None,
-    is_named: bool,
-) -> None:
-    """Serve requests until the head closes the channel. `is_named`: they are plain data, and nothing is unpickled."""
+def run(index: int, channel: socket.socket, memory: SharedMemory, makers: Any, setup: ForkServerSetup) -> None:
+    """Serve requests until the head closes the channel. Where the setup `is_named`, nothing is unpickled."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the line above took effect
@@ -106,21 +75,21 @@ def run(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
     progress_map = mmap.mmap(memory.progress, 0)
     progress = memoryview(progress_map).cast("i")[index * PROGRESS_BYTES // 4 :]
-    sys.stdout = _TaggedOutput(1, progress)
-    sys.stderr = _TaggedOutput(2, progress)
+    config = setup.config
+    sys.stdout, sys.stderr = outputs = MarkedOutput(1, progress), MarkedOutput(2, progress)
     faulthandler.enable(file=2, all_threads=True)
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
     _seed_global_generators()
 
-    dispatcher = Dispatcher(makers, mode, check, progress, _Mapped(memory))
-    receiver = _Receiver(channel, progress, spin_s)
-    reader = FrameReader(open_request, allow_pickle=not is_named)
+    dispatcher = Dispatcher(makers, config.mode, config.check, progress, _Mapped(memory))
+    receiver = _Receiver(channel, progress, config.spin_s)
+    reader = FrameReader(open_request, allow_pickle=not setup.is_named)
 
     def send(reply: Any) -> None:
         if isinstance(reply, int):
             channel.sendall(encode_quick(reply))
         else:
-            channel.sendall(encode(reply) if plain is None else _for_network(reply, plain))
+            channel.sendall(encode(reply) if config.plain is None else _for_network(reply, config.plain))
 
     while True:
         data = receiver.receive()
@@ -131,7 +100,8 @@ def run(
             if reply is not None:
                 send(reply)
             if isinstance(message, Close):
-                sys.stdout.flush()
+                for output in outputs:
+                    output.end_line()
                 os._exit(0)
 
 
