@@ -20,6 +20,7 @@ import zmq
 
 from clusterenv.cluster.checks import mismatch
 from clusterenv.cluster.ending import Ending
+from clusterenv.cluster.output_queue import OutputQueue
 from clusterenv.cluster.roster import Admit, Dismiss, Instruction, Refuse, Replace, Roster, Seated, Unseated
 from clusterenv.cluster.weight_server import Offers, Weights
 from clusterenv.code.versions import FOR_PICKLES
@@ -34,6 +35,7 @@ from clusterenv.wire.messages import (
     FromNode,
     Hello,
     Leave,
+    Output,
     Pull,
     Refused,
     Welcome,
@@ -144,6 +146,7 @@ class Head:
         self._active: dict[int, _Peer] = {}  # by node
         self.inbox: deque[tuple[int, Any, list[Any]]] = deque()  # (seat, message, frames)
         self.seat_events: deque[Seated | Unseated] = deque()
+        self.output: dict[int, OutputQueue] = {}  # by seat
         self.progress: dict[int, tuple[int, int, int, int]] = {}  # worker → pid, slot, phase, step
         self._offers = Offers(len(node_keys))
         self.leaving: frozenset[int] = frozenset()
@@ -210,6 +213,12 @@ class Head:
                 if wrong is not None:
                     return f"node {node} ({self._hellos[node].host}): {wrong}"
         return None
+
+    def take_output(self) -> list[Output]:
+        """Return what workers printed since the last call."""
+        with self._mine:
+            queues, self.output = self.output, {}
+        return [message for queue in queues.values() for message in queue.messages]
 
     def pump(self, timeout_s: float) -> None:
         """Wait until something has come, at most so long, and sort it."""
@@ -297,6 +306,8 @@ class Head:
             self.dropped += 1
         elif isinstance(message, Pull):
             self._give(message, node)
+        elif isinstance(message, Output):
+            self.output.setdefault(message.seat, OutputQueue()).put(message)
         else:
             self.inbox.append((message.seat, message, frames))
 

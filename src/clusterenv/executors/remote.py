@@ -41,7 +41,6 @@ from clusterenv.wire.messages import (
     Kill,
     Lacks,
     Offer,
-    Output,
     Ring,
     Rows,
     Rung,
@@ -292,10 +291,17 @@ class RemoteCrew:
                     node = self._head.roster.holder(seat)
                     if node is not None:
                         self._head.node_gone(node, f"it broke the protocol: {error}")
+        if self._head.output:
+            self._show_output()
         if self._head.leaving:
             self._release()
         while seats:
             self._seat_changed(seats.popleft())
+
+    def _show_output(self) -> None:
+        for output in self._head.take_output():
+            if output.worker in self._workers[output.seat]:
+                self._output.log(output.worker, Printed(output.text, output.dropped))
 
     def _release(self) -> None:
         """Seats that are to change hands do so where no fragment is under way, nor a call. A step that is under way is
@@ -338,8 +344,6 @@ class RemoteCrew:
         elif isinstance(message, Exited):
             if message.worker in self._running:
                 self._exited(message.worker, message.reason, message.tail)
-        elif isinstance(message, Output):
-            self._output.log(message.worker, Printed(message.text, message.dropped))
         elif isinstance(message, StackTrace):
             self._events.append((message.worker, Stack(message.text)))
 

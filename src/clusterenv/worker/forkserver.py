@@ -225,7 +225,7 @@ class _Server:
         self._close_output(child)
         self._send_output(child, child.lines.flush())
         if child.dropped:
-            self._send(("output", child.index, "", child.dropped))
+            self._outbox.append((self._dropped(child), None))
         kill_group(child.pid)
         _, status = os.waitpid(child.pid, 0)
         self._poller.unregister(child.pidfd)
@@ -244,6 +244,10 @@ class _Server:
         self._outbox.append((packet, child))
         self._flush()
 
+    def _dropped(self, child: _Child) -> bytes:
+        dropped, child.dropped = child.dropped, 0
+        return pickle.dumps(("output", child.index, "", dropped))
+
     def _flush(self) -> None:
         while self._outbox:
             packet, child = self._outbox[0]
@@ -257,6 +261,8 @@ class _Server:
             self._outbox.popleft()
             if child is not None:
                 child.queued_bytes -= len(packet)
+                if not child.queued_bytes and child.dropped:
+                    self._outbox.append((self._dropped(child), None))
 
     def stop(self) -> None:
         self._orphans.end_all(timeout_s=2.0)  # less than the head waits for this process
