@@ -262,6 +262,13 @@ class WorkerProcesses:
             events.append((rest[0], Printed(rest[1], rest[2])))
         elif kind == "stack":
             events.append((rest[0], Stack(_untag(rest[1]))))
+        elif kind == "threads":
+            emit(
+                logging.WARNING,
+                f"importing the environments' code started threads: {rest[0]}. Workers forked from that process would "
+                "not have them, and could wait for their locks for ever: so each worker imports the code itself, which "
+                "takes longer and shares no memory. Start such threads when an environment is made, to avoid this",
+            )
         elif kind == "failed":
             raise SpecError(f"the environments' code could not be loaded in a worker:\n{rest[0]}")
         elif kind == "exited":

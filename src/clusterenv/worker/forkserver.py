@@ -1,13 +1,14 @@
 """The process between the head and its workers: imports once what the environments need, forks workers, watches them.
 
-Started by `processes.py` as `python -m clusterenv.worker.forkserver FD`. It keeps no environment and runs no user code
-but imports. It collects the workers' output, reports how they ended, and takes them along when the head is gone.
+Started by `WorkerProcesses` as `python -m clusterenv.worker.forkserver FD`. It keeps no environment and runs no user code
+but imports. Where these start threads, workers are not forked: each one imports the code itself. It collects the
+workers' output, reports how they ended, and takes them along when the head is gone.
 
 Messages are pickled tuples, one per packet of a SOCK_SEQPACKET pair:
-    head → here:  ("setup",) + [payload fd] · ("spawn", index) + [channel, data, progress fds]
+    head → here:  ("setup",) + [setup fd] · ("spawn", index) + [channel, shared memory fds]
                   ("kill", index, with_traceback) · ("stack", index)
-    here → head:  ("failed", text) · ("spawned", index, pid) · ("output", index, text, lines dropped before)
-                  ("stack", index, text) · ("exited", index, pid, status, tail)
+    here → head:  ("failed", text) · ("threads", names) · ("spawned", index, pid) · ("stack", index, text)
+                  ("output", index, text, lines dropped before) · ("exited", index, pid, status, tail)
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -75,6 +77,7 @@ class _Server:
         self._poller.register(control, select.POLLIN)
         self._setup: ForkServerSetup | None = None
         self._makers: Any = None
+        self._setup_fd = -1  # where workers read the setup themselves; -1: they are forked with it
         self._orphans = Orphans()
         self._has_orphans = False
 
@@ -134,19 +137,18 @@ class _Server:
         return True
 
     def _set_up(self, fd: int) -> None:
-        with os.fdopen(fd, "rb") as file:
-            setup: ForkServerSetup = pickle.load(file)
         try:
-            sys.path[:] = setup.sys_path
-            if setup.delivered is not None:
-                sources.install(*setup.delivered)
-            for module in setup.modules:
-                importlib.import_module(module)
-            self._makers = load_makers(setup.payload, setup.num_envs, setup.is_named)
+            self._setup, self._makers = _load(fd)
         except BaseException:
             self._send(("failed", traceback.format_exc()))
             return
-        self._setup = setup
+        threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        if threads:
+            # A fork would have the locks that these hold, for ever, and not the threads.
+            self._setup_fd = fd
+            self._send(("threads", ", ".join(map(_described, threads))))
+        else:
+            os.close(fd)
         self._orphans.spare_present()
         gc.collect()
         gc.freeze()  # the workers' collectors would otherwise touch, and so copy, every inherited page
@@ -166,10 +168,10 @@ class _Server:
                 os.dup2(write_end, 1)
                 os.dup2(write_end, 2)
                 os.close(write_end)
-                channel, *shared = fds
+                if self._setup_fd >= 0:
+                    _start_anew(index, [self._setup_fd, *fds])
                 assert self._setup is not None
-                memory = worker.SharedMemory(*shared)
-                worker.run(index, socket.socket(fileno=channel), memory, self._makers, self._setup)
+                _run_worker(index, self._makers, self._setup, fds)
             except BaseException:
                 os.write(2, traceback.format_exc().encode())
             finally:
@@ -268,7 +270,43 @@ class _Server:
         self._orphans.end_all(timeout_s=2.0)  # less than the head waits for this process
 
 
+def _load(fd: int) -> tuple[ForkServerSetup, Any]:
+    """Import what the environments need; return the setup and the functions that make them."""
+    with open(f"/proc/self/fd/{fd}", "rb") as file:  # noqa: PTH123 (another offset than the descriptor's own)
+        setup: ForkServerSetup = pickle.load(file)
+    sys.path[:] = setup.sys_path
+    if setup.delivered is not None:
+        sources.install(*setup.delivered)
+    for module in setup.modules:
+        importlib.import_module(module)
+    return setup, load_makers(setup.payload, setup.num_envs, setup.is_named)
+
+
+def _described(thread: threading.Thread) -> str:
+    """Return a thread's name, and what it runs."""
+    runs = getattr(thread, "_target", None) or type(thread)
+    return f"{thread.name!r} ({getattr(runs, '__module__', '?')}.{getattr(runs, '__qualname__', runs)})"
+
+
+def _run_worker(index: int, makers: Any, setup: ForkServerSetup, fds: list[int]) -> None:
+    channel, *shared = fds
+    worker.run(index, socket.socket(fileno=channel), worker.SharedMemory(*shared), makers, setup)
+
+
+def _start_anew(index: int, fds: list[int]) -> None:
+    """Become a worker that imports everything itself. Does not return."""
+    for fd in fds:
+        os.set_inheritable(fd, True)
+    command = [sys.executable, "-m", "clusterenv.worker.forkserver", "worker", str(index), *map(str, fds)]
+    os.execv(sys.executable, command)
+
+
 def main() -> None:
+    if sys.argv[1] == "worker":
+        index, setup_fd, *fds = map(int, sys.argv[2:])
+        setup, makers = _load(setup_fd)
+        os.close(setup_fd)
+        _run_worker(index, makers, setup, fds)
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(worker.STACK_SIGNAL, signal.SIG_IGN)  # inherited: a worker may be asked before it is ready to answer
