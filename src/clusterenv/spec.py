@@ -12,9 +12,10 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
+from gymnasium import Space
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, load_env_creator, parse_env_id
 from gymnasium.vector import VectorEnv
 
@@ -28,10 +29,12 @@ __all__ = [
     "Blueprint",
     "Delivered",
     "MakeFromSpec",
+    "ObservationMode",
     "Vector",
     "blueprint",
     "constructor_takes",
     "load_makers",
+    "own_spaces",
     "refuse_other",
 ]
 
@@ -57,6 +60,10 @@ class Delivered(NamedTuple):
     """Of those that the head had to send."""
 
 
+ObservationMode = Literal["same", "different"] | tuple[Space[Any], Space[Any]]
+"""All slots have one observation space, or spaces of one shape and dtype; or the pair (batched, single) to use."""
+
+
 @dataclass(frozen=True)
 class Blueprint:
     """How to build every slot's environment, ready to travel."""
@@ -66,13 +73,13 @@ class Blueprint:
     """A pickled `_Payload`; or JSON (`is_named`)."""
     is_vector: bool
     spec: EnvSpec | None
-    label: str
     is_named: bool = False
     """The payload is an id and keyword arguments, for nodes that take no code."""
     packages: tuple[sources.Package, ...] = ()
     """The user's own packages that the payload names, for nodes that may not have them."""
     delivered: Delivered | None = None
     """On a node: those of them that it had to be told of or to be sent."""
+    observation_mode: ObservationMode = "same"
 
 
 class _Payload(NamedTuple):
@@ -117,7 +124,7 @@ def blueprint(
         spec = _resolve(env)
         maker = MakeFromSpec(spec, dict(env_kwargs or {}))
         payload, packages = _pack(maker, f"env_kwargs of {spec.id}", is_remote)
-        return Blueprint(num_envs or 1, payload, False, spec, spec.id, packages=packages)
+        return Blueprint(num_envs or 1, payload, False, spec, packages=packages)
 
     if env_kwargs:
         raise SpecError("env_kwargs goes with an environment id; put the arguments into the thunk: lambda: make(...)")
@@ -125,7 +132,7 @@ def blueprint(
         if num_envs is None:
             raise SpecError("Vector(fn) needs num_envs: ClusterEnv(Vector(fn), num_envs=...)")
         payload, packages = _pack(env, "Vector(fn)", is_remote)
-        return Blueprint(num_envs, payload, True, None, "Vector", packages=packages)
+        return Blueprint(num_envs, payload, True, None, packages=packages)
     if isinstance(env, gym.Env):
         raise SpecError(
             f"env is an environment ({env}); pass a function that makes one, so that every worker can: "
@@ -133,21 +140,27 @@ def blueprint(
         )
     if callable(env):
         payload, packages = _pack(env, "the environment function", is_remote)
-        return Blueprint(num_envs or 1, payload, False, None, _name(env), packages=packages)
+        return Blueprint(num_envs or 1, payload, False, None, packages=packages)
     if isinstance(env, Sequence):
-        thunks = list(env)
-        if not thunks:
-            raise SpecError("env is an empty list: at least one thunk is needed")
-        for i, thunk in enumerate(thunks):
-            if not callable(thunk):
-                raise SpecError(
-                    f"ClusterEnv(env[{i}]={thunk!r}): expected a function that makes an environment; {_one(thunk)}"
-                )
-        if num_envs is not None and num_envs != len(thunks):
-            raise SpecError(f"num_envs={num_envs} but env has {len(thunks)} thunks: leave num_envs out")
+        thunks = _thunks(env, num_envs)
         payload, packages = _pack(thunks, "the list of environment functions", is_remote)
-        return Blueprint(len(thunks), payload, False, None, _name(thunks[0]), packages=packages)
+        return Blueprint(len(thunks), payload, False, None, packages=packages)
     raise refused("ClusterEnv", "env", env, "an id, an EnvSpec, a function, a list of functions, or Vector(fn)")
+
+
+def _thunks(env: Sequence[Any], num_envs: int | None) -> list[Callable[[], Any]]:
+    """Return the list, if it is one of functions, as many as there are to be environments."""
+    thunks = list(env)
+    if not thunks:
+        raise SpecError("env is an empty list: at least one thunk is needed")
+    for i, thunk in enumerate(thunks):
+        if not callable(thunk):
+            raise SpecError(
+                f"ClusterEnv(env[{i}]={thunk!r}): expected a function that makes an environment; {_one(thunk)}"
+            )
+    if num_envs is not None and num_envs != len(thunks):
+        raise SpecError(f"num_envs={num_envs} but env has {len(thunks)} thunks: leave num_envs out")
+    return thunks
 
 
 def _one(thunk: Any) -> str:
@@ -202,7 +215,7 @@ def _named(env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | None)
         payload = json.dumps({"id": env, "kwargs": dict(env_kwargs or {})}).encode()
     except (TypeError, ValueError) as error:
         raise SpecError(f"allow_pickle=False: env_kwargs of {env} have to be JSON data: {error}") from None
-    return Blueprint(num_envs or 1, payload, False, spec, spec.id, True)
+    return Blueprint(num_envs or 1, payload, False, spec, True)
 
 
 def _resolve(env: str | EnvSpec) -> EnvSpec:
@@ -284,3 +297,28 @@ def load_makers(
     if isinstance(makers, Vector):
         return makers
     return makers if isinstance(makers, list) else [makers] * num_envs
+
+
+def own_spaces(plan: Blueprint) -> tuple[Any, Any]:
+    """Make the environment of slot 0 in this process, and return its observation space and its action space.
+
+    A node can only describe a space of a class that is not Gymnasium's: the head unpickles nothing that a node sends.
+    """
+    if plan.is_named:
+        raise SpecError(
+            "allow_pickle=False: the environment has a space of a class that is not Gymnasium's, and only "
+            "pickle could carry it to the nodes; use Gymnasium's own spaces, or nodes that take code"
+        )
+    makers = load_makers(plan.payload, plan.num_envs, is_here=True)
+    if isinstance(makers, Vector):
+        raise SpecError("Vector(fn) takes Gymnasium's own spaces only: a custom one cannot travel from node to head")
+    try:
+        env = makers[0]()
+    except Exception as error:  # code of the user's
+        raise SpecError(
+            "the environment has a space of a class that is not Gymnasium's, so one environment is made in this "
+            f"process too, which failed: {type(error).__name__}: {error}"
+        ) from error
+    spaces = (env.observation_space, env.action_space)
+    env.close()
+    return spaces

@@ -16,6 +16,8 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.backends.local import split
 from clusterenv.driver import Pool
+from clusterenv.engine.requests import Request
+from clusterenv.engine.weights import Transfer
 from clusterenv.errors import SpecError
 from clusterenv.events import EventLog
 from clusterenv.executors.inline import InlineCrew
@@ -70,7 +72,7 @@ class Virtual:
         crew = _VirtualCrew(blueprint, mode, recovery.check, list(self.periods or (1.0,) * self.nodes))
         slots_of = split(blueprint.num_envs, self.nodes)
         nodes = list(range(self.nodes))
-        return Pool(crew, slots_of, mode, recovery, is_vector=blueprint.is_vector, events=events, node_of=nodes)
+        return Pool(crew, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=nodes)
 
 
 class _VirtualCrew(InlineCrew):
@@ -92,9 +94,9 @@ class _VirtualCrew(InlineCrew):
         self._buffers = Buffers(layout, memory)
         return memory
 
-    def put_weights(self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False) -> None:
-        super().put_weights(node, data, offset)
-        self._put[node][offset] = data if packed is None else packed
+    def put_weights(self, transfer: Transfer) -> bool:
+        self._put[transfer.machine.node][transfer.offset] = transfer.data
+        return super().put_weights(transfer)
 
     def stats(self) -> dict[str, Any]:
         """What a head would have sent to each node, but for its greeting and the code of the environments."""
@@ -106,9 +108,9 @@ class _VirtualCrew(InlineCrew):
     def _count_message(self, index: int, message: Any) -> None:
         data = self._put[index].pop(message.offset, None) if isinstance(message, LoadWeights) else None
         if data is not None:
-            self._count(index, Offer(index, 1, message.offset, len(data), zlib.crc32(data), True, 0, True), ())
+            self._count(index, Offer(1, message.offset, len(data), zlib.crc32(data), True, 0, True), ())
             for at in range(0, len(data), CHUNK):
-                self._count(index, Chunk(index, 1, at), [data[at : at + CHUNK]])
+                self._count(index, Chunk(1, at), [data[at : at + CHUNK]])
         tell = tell_of(message, index, index, self._slots[index])
         self._count(index, tell, [encode(message), *inputs_of(tell, self._buffers)])
 
@@ -116,10 +118,10 @@ class _VirtualCrew(InlineCrew):
         self._buffers = None
         super().close(timeout_s)
 
-    def send(self, index: int, message: Any) -> None:
+    def send(self, index: int, message: Any, request: Request | None = None) -> None:
         if not isinstance(message, (int, Close)):
             self._count_message(index, message)
-        super().send(index, message)
+        super().send(index, message, request)
         if isinstance(message, RunFragment):
             self._busy_until[index] = max(self._now, self._busy_until[index]) + self._periods[index]
             _, reply = self._events.pop()

@@ -200,7 +200,7 @@ def start(
         seat_of = [worker // each for worker in range(workers)]
         config = WorkerConfig(mode, recovery.check, remote.threads_per_worker, remote.preload, remote.other_infos)
         crew = RemoteCrew(head, blueprint, slots_of, seat_of, config, stop)
-        return Pool(crew, slots_of, mode, recovery, is_vector=blueprint.is_vector, events=events, node_of=seat_of)
+        return Pool(crew, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=seat_of)
     except BaseException:
         head.close()
         stop(time.monotonic() + _CLEAN_UP_S)

@@ -86,7 +86,7 @@ class Local:
         if self.workers == 0:
             inline = InlineCrew(blueprint, mode, recovery.check)
             slots = [list(range(n))]
-            return Pool(inline, slots, mode, recovery, is_vector=blueprint.is_vector, events=events)
+            return Pool(inline, slots, mode, recovery, blueprint=blueprint, events=events)
         workers = self.workers or min(usable_cores(), n)
         if workers > n:
             emit(
@@ -99,7 +99,7 @@ class Local:
         spin_s = _SPIN_S if workers <= cpu_limit() else 0.0
         config = WorkerConfig(mode, recovery.check, self.threads_per_worker, tuple(self.preload), spin_s=spin_s)
         crew = ProcessCrew(blueprint, slots_of, config)
-        return Pool(crew, slots_of, mode, recovery, is_vector=blueprint.is_vector, events=events)
+        return Pool(crew, slots_of, mode, recovery, blueprint=blueprint, events=events)
 
     def _start_network(
         self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog

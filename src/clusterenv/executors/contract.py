@@ -7,41 +7,15 @@ executor's business. What only some executors can do stands in contracts of thei
 
 from __future__ import annotations
 
-import enum
 from typing import Any, NamedTuple, Protocol
 
+from clusterenv.engine.requests import Request
+from clusterenv.engine.weights import Transfer
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Layout
 from clusterenv.wire.requests import Reply
 
-__all__ = ["Cause", "Crew", "Exit", "Nodes", "Printed", "Processes", "Stack", "is_plain"]
-
-
-class Cause(enum.Enum):
-    """Why a worker is gone. Only a crash is its own fault: it may raise, and counts towards a crash loop."""
-
-    CRASHED = "crashed"
-    """It ended by itself, or hung and was killed."""
-    NODE_LOST = "node lost"
-    """Its machine is gone, or cannot be reached."""
-    INTERRUPTED = "interrupted"
-    """Ctrl-C in the calling process, where that is the worker."""
-    MOVED = "moved"
-    """On purpose: its slots go on elsewhere."""
-
-
-class Exit(NamedTuple):
-    """A worker process is gone."""
-
-    reason: str
-    tail: str
-    cause: Cause = Cause.CRASHED
-
-
-class Stack(NamedTuple):
-    """Where a worker is: what `Processes.stack` asked for."""
-
-    text: str
+__all__ = ["Crew", "Nodes", "Printed", "Processes", "is_plain"]
 
 
 class Printed(NamedTuple):
@@ -67,12 +41,15 @@ class Crew(Protocol):
     def is_running(self, index: int) -> bool: ...
     def allocate(self, layout: Layout) -> Any: ...
     def allocate_arena(self, layout: ArenaLayout) -> Any: ...
-    def put_weights(self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False) -> None:
-        """Weights where the workers of a machine read them. Where they travel, they may do so `packed`, as steps from
-        those before that were to be kept."""
+    def put_weights(self, transfer: Transfer) -> bool:
+        """Bring weights to where the workers of their machine read them. True: they lie there now; otherwise `poll`
+        reports what becomes of them (`WeightsSent`, `WeightsHeld`, `WeightsRefused`)."""
         ...
 
-    def send(self, index: int, message: Any) -> None: ...
+    def send(self, index: int, message: Any, request: Request | None = None) -> None:
+        """Send a message; `request`: the ledger's entry for it, None where nothing is answered."""
+        ...
+
     def step_all(self, number: int) -> tuple[int, list[tuple[int, Any]]] | None:
         """Have every worker step all its slots, and wait for their answers as long as all is well.
 
@@ -84,7 +61,8 @@ class Crew(Protocol):
         ...
 
     def poll(self, timeout_s: float) -> list[tuple[int, Any]]:
-        """(worker, message) pairs; an int is a quick reply, an `Exit` the end of that worker. May be empty."""
+        """(worker, message) pairs; an int is a quick reply, an `Exit` the end of that worker, and -1 stands for none.
+        May be empty."""
         ...
 
     def progress(self, index: int) -> tuple[int, int, int]:

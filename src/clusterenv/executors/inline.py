@@ -5,19 +5,23 @@ Same face as `ProcessCrew`; requests are carried out at once, and no timeout end
 
 from __future__ import annotations
 
+import copy
 import mmap
 from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
-from clusterenv.executors.contract import Cause, Exit, is_plain
+from clusterenv.engine.inputs import Cause, Exit
+from clusterenv.engine.requests import Request
+from clusterenv.engine.weights import Transfer
+from clusterenv.executors.contract import is_plain
 from clusterenv.memory.fragments import ArenaLayout
+from clusterenv.memory.progress import PROGRESS_BYTES
 from clusterenv.memory.rows import Layout
 from clusterenv.spec import Blueprint, load_makers
 from clusterenv.system import interrupts
 from clusterenv.wire.requests import Close, Reply
 from clusterenv.worker.dispatch import Dispatcher
-from clusterenv.worker.main import PROGRESS_BYTES
 
 __all__ = ["InlineCrew"]
 
@@ -74,13 +78,14 @@ class InlineCrew:
             memory.arena = arena
         return arena
 
-    def put_weights(self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False) -> None:
+    def put_weights(self, transfer: Transfer) -> bool:
         """A worker is a node of its own here."""
-        memory = self._memory[node]
+        memory, data, offset = self._memory[transfer.machine.node], transfer.weights.data, transfer.offset
         held = memory.weight_bytes
         memory.weight_bytes = held[:offset].ljust(offset, b"\0") + data + held[offset + len(data) :]
+        return True
 
-    def send(self, index: int, message: Any) -> None:
+    def send(self, index: int, message: Any, request: Request | None = None) -> None:
         if isinstance(message, Close):
             return  # `close` does it
         try:
@@ -89,11 +94,17 @@ class InlineCrew:
             self._events.append((index, Exit("was interrupted", "", Cause.INTERRUPTED)))
             raise
         if reply is not None:
-            self._events.append((index, reply))
+            self._answer(index, reply)
+
+    def _answer(self, index: int, reply: Any) -> None:
+        if isinstance(reply, Reply) and reply.objects:
+            # Nothing is pickled here, and an environment may go on to change what it returned.
+            reply = reply._replace(objects=copy.deepcopy(reply.objects))
+        self._events.append((index, reply))
 
     @interrupts.interruptible
     def _run(self, index: int, message: Any) -> Any:
-        return self._dispatchers[index].handle(message, lambda part: self._events.append((index, part)))
+        return self._dispatchers[index].handle(message, lambda part: self._answer(index, part))
 
     def step_all(self, number: int) -> tuple[int, list[tuple[int, Any]]] | None:
         waiting = list(self._dispatchers)

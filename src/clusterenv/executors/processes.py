@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from clusterenv.engine.requests import Request
+from clusterenv.engine.weights import Transfer
 from clusterenv.executors.contract import Processes, is_plain
 from clusterenv.executors.output import OutputLog
-from clusterenv.executors.worker_processes import WorkerProcesses
+from clusterenv.executors.worker_processes import WorkerProcesses, write_weights
 from clusterenv.spec import Blueprint
 from clusterenv.system import interrupts
 from clusterenv.wire.channel import encode
 from clusterenv.worker.setup import WorkerConfig
 
-__all__ = ["ProcessCrew"]
+__all__ = ["ProcessCrew", "write_weights"]
 
 
 class ProcessCrew(WorkerProcesses):
@@ -31,7 +33,11 @@ class ProcessCrew(WorkerProcesses):
     def processes(self) -> Processes:
         return self
 
-    def send(self, index: int, message: Any) -> None:
+    def put_weights(self, transfer: Transfer) -> bool:
+        write_weights(self._shared.weights, transfer.weights.data, transfer.offset)
+        return True
+
+    def send(self, index: int, message: Any, request: Request | None = None) -> None:
         self.forward(index, encode(message))
 
     def step_all(self, number: int) -> tuple[int, list[tuple[int, Any]]] | None:

@@ -21,21 +21,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+from clusterenv.engine.inputs import Exit, Stack
 from clusterenv.errors import ClusterEnvError, SpecError
 from clusterenv.events import emit
-from clusterenv.executors.contract import Exit, Printed, Stack
+from clusterenv.executors.contract import Printed
 from clusterenv.memory.fragments import ArenaLayout
+from clusterenv.memory.progress import BELL, PROGRESS_BYTES, STOP, TICK
 from clusterenv.memory.rows import Layout
 from clusterenv.spec import Blueprint
 from clusterenv.system.exits import how_it_ended
 from clusterenv.system.open_files import allow_open_files
 from clusterenv.wire.channel import FrameReader, encode, encode_quick
 from clusterenv.wire.requests import Close
-from clusterenv.worker.act_and_step import STOP, TICK
-from clusterenv.worker.main import BELL, PROGRESS_BYTES, SharedMemory
+from clusterenv.worker.main import SharedMemory
 from clusterenv.worker.setup import ForkServerSetup, WorkerConfig
 
-__all__ = ["WorkerProcesses"]
+__all__ = ["WorkerProcesses", "write_weights"]
 
 _PROGRESS_WORDS = PROGRESS_BYTES // 4
 
@@ -55,9 +56,12 @@ class _Link:
 
 
 class WorkerProcesses:
-    """`workers` processes, forked from one interpreter of their own."""
+    """`workers` processes, forked from one interpreter of their own.
 
-    def __init__(self, blueprint: Blueprint, workers: int, config: WorkerConfig) -> None:
+    `weights_fd`: where they read weights, on a node whose shards share it.
+    """
+
+    def __init__(self, blueprint: Blueprint, workers: int, config: WorkerConfig, weights_fd: int | None = None) -> None:
         # Here, the channel of each worker; in the fork server, its pidfd and the pipe of its output.
         allow_open_files(f"{workers} worker processes", more=workers + 16, in_child=2 * workers + 24)
         self._setup = ForkServerSetup.of(blueprint, config)
@@ -73,6 +77,8 @@ class WorkerProcesses:
         self._scratch = bytearray(1 << 18)  # read into: a new buffer per message would cost more
         self._scratch_view = memoryview(self._scratch)
         self._shared = SharedMemory(*(os.memfd_create(f"clusterenv-{name}") for name in SharedMemory._fields))
+        if weights_fd is not None:
+            os.dup2(weights_fd, self._shared.weights, inheritable=False)
         os.ftruncate(self._shared.progress, PROGRESS_BYTES * workers)
         self._progress_map = mmap.mmap(self._shared.progress, 0)
         self._fragments: mmap.mmap | None = None
@@ -149,15 +155,6 @@ class WorkerProcesses:
                 self._fragments.close()
         self._fragments = mmap.mmap(self._shared.fragments, 0)
         return self._fragments
-
-    def put_weights(
-        self, node: int, data: bytes | memoryview, offset: int, packed: bytes | None = None, keep: bool = False
-    ) -> None:
-        """Write weights where workers can read them; the file grows as needed."""
-        view = memoryview(data)
-        while view:
-            written = os.pwrite(self._shared.weights, view, offset)
-            view, offset = view[written:], offset + written
 
     # -- messages ---------------------------------------------------------------------------------------------
 
@@ -375,6 +372,14 @@ class WorkerProcesses:
             if fd >= 0:
                 os.close(fd)
         self._shared = SharedMemory(-1, -1, -1, -1)
+
+
+def write_weights(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write weights where workers can read them; the file grows as needed."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
 
 
 def _untag(text: str) -> str:

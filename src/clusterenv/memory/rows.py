@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from gymnasium import Space, spaces
 
-__all__ = ["Buffers", "Layout", "Leaf", "assemble", "flatten", "leaves_of", "make_layout"]
+__all__ = ["Buffers", "Layout", "Leaf", "assemble", "flatten", "has_room", "leaves_of", "make_layout"]
 
 _FIXED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 _ALIGN = 64
@@ -100,14 +100,27 @@ def _arrays(layout_obs: tuple[Leaf, ...], actions: tuple[Leaf, ...], n: int) -> 
     return fixed
 
 
-def make_layout(observation_space: Space[Any], action_space: Space[Any], num_envs: int) -> Layout:
+def make_layout(observation_space: Space[Any], action_space: Space[Any], num_envs: int, is_same: bool = True) -> Layout:
+    """Lay the rows out. `is_same`: every slot has this observation space; else only its shapes and dtypes."""
     obs, actions = tuple(leaves_of(observation_space)), tuple(leaves_of(action_space))
+    if not is_same:
+        obs = tuple(_unbounded(leaf) for leaf in obs)
     offsets, end = [], 0
     for shape, dtype in _arrays(obs, actions, num_envs):
         offsets.append(end)
         end += int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         end += -end % _ALIGN
     return Layout(num_envs, obs, actions, tuple(offsets), max(end, mmap.PAGESIZE))
+
+
+def has_room(leaves: tuple[Leaf, ...], space: Space[Any]) -> bool:
+    """Return whether observations of this space fit a layout with these leaves, bounds included where it has some."""
+    own = tuple(leaves_of(space))
+    return own == leaves or tuple(map(_unbounded, own)) == leaves
+
+
+def _unbounded(leaf: Leaf) -> Leaf:
+    return replace(leaf, low=None, high=None)
 
 
 class Buffers:
@@ -169,28 +182,29 @@ def row_writer(space: Space[Any], buffers: Buffers) -> Callable[[int, int, Any],
     return write
 
 
-def block_writer(space: Space[Any], buffers: Buffers, rows: slice) -> Callable[[int, list[Any]], bool] | None:
-    """`write(side, observations)` for all rows at once, for a space that is one array; None for others.
-
-    False where an observation is not what its space says: then nothing is written, and `row_writer` names it.
-    """
-    leaf = buffers.layout.obs[0]
-    if leaf.path or leaf.dtype is None or not leaf.shape or isinstance(space, (spaces.Dict, spaces.Tuple)):
+def blocks_of(leaves: tuple[Leaf, ...], array: Any) -> Any:
+    """View the array [M, K, ...] of a space that is one array as M blocks for `write_block`; None for other spaces."""
+    leaf = leaves[0]
+    if len(leaves) != 1 or leaf.path or leaf.dtype is None or not leaf.shape:
         return None
-    blocks = [buffers.obs[0][side][rows].reshape(-1, *leaf.shape[1:]) for side in (0, 1)]
-    shapes, dtype = [leaf.shape] * (rows.stop - rows.start), np.dtype(leaf.dtype)
-    concatenate = np.concatenate
+    return array.reshape(len(array), array.shape[1] * leaf.shape[0], *leaf.shape[1:])
 
-    def write(side: int, observations: list[Any]) -> bool:
-        try:
-            if [obs.shape for obs in observations] != shapes or observations[0].dtype != dtype:
-                return False
-            concatenate(observations, out=blocks[side])
-        except (AttributeError, TypeError, ValueError):
+
+def write_block(observations: list[Any], block: Any, shapes: list[tuple[int, ...]]) -> bool:
+    """Write the observations of all K environments at once.
+
+    False where one is missing, or is not what its space says: then nothing is written, and `row_writer` names it.
+    """
+    try:
+        if [obs.shape for obs in observations] != shapes or observations[0].dtype != block.dtype:
             return False
-        return True
+        _concatenate(observations, out=block)
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return True
 
-    return write
+
+_concatenate = np.concatenate
 
 
 def finite_checker(buffers: Buffers, rows: slice) -> Callable[[int], bool]:
@@ -227,3 +241,14 @@ def bad_rows(buffers: Buffers, side: int, rows: slice | list[int]) -> list[tuple
             for i in np.flatnonzero((block < leaf.low) | (block >= leaf.high)):
                 bad.setdefault(int(i), f"observation{leaf.name} is {block[i]}, its space says {leaf.low}..{leaf.high}")
     return sorted(bad.items())
+
+
+def wrong_rows(buffers: Buffers, slots: list[int], sides: list[int]) -> list[tuple[int, str]]:
+    """(slot, what is wrong) for rows whose observation or reward nobody should learn from."""
+    wrong = []
+    for side in (0, 1):
+        part = [slot for slot, its in zip(slots, sides, strict=True) if its == side]
+        if part:
+            wrong += [(part[i], text) for i, text in bad_rows(buffers, side, part)]
+    rewards = buffers.reward[slots]
+    return wrong + [(slots[i], f"reward is {rewards[i]}") for i in np.flatnonzero(~np.isfinite(rewards))]

@@ -1,7 +1,7 @@
 """The process between the head and its workers: imports once what the environments need, forks workers, watches them.
 
-Started by `WorkerProcesses` as `python -m clusterenv.worker.forkserver FD`. It keeps no environment and runs no user code
-but imports. Where these start threads, workers are not forked: each one imports the code itself. It collects the
+Started by `WorkerProcesses` as `python -m clusterenv.worker.forkserver FD`. It keeps no environment and runs no user
+code but imports. Where these start threads, workers are not forked: each one imports the code itself. It collects the
 workers' output, reports how they ended, and takes them along when the head is gone.
 
 Messages are pickled tuples, one per packet of a SOCK_SEQPACKET pair:

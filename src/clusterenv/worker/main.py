@@ -19,20 +19,23 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from clusterenv.errors import NotPlainError
+from clusterenv.memory.progress import BELL, PROGRESS_BYTES
 from clusterenv.system.orphans import become_subreaper
-from clusterenv.wire.channel import FrameReader, encode, encode_plain, encode_quick, open_request, with_plain_infos
-from clusterenv.wire.requests import Close, Fault, FragmentResult, Reply
+from clusterenv.wire.channel import (
+    FrameReader,
+    encode,
+    encode_plain,
+    encode_quick,
+    open_request,
+    with_plain_infos,
+    with_portable_spaces,
+)
+from clusterenv.wire.requests import Built, Close, Fault, FragmentResult, Reply
 from clusterenv.worker.dispatch import Dispatcher
 from clusterenv.worker.output import MarkedOutput
 from clusterenv.worker.setup import ForkServerSetup
 
-__all__ = ["BELL", "PROGRESS_BYTES", "STACK_SIGNAL", "SharedMemory", "run"]
-
-BELL = 2
-"""Which progress word the head changes after it sent something: looking at it takes no system call."""
-
-PROGRESS_BYTES = 64
-"""Progress words of one worker: a cache line each, so that workers do not share one."""
+__all__ = ["STACK_SIGNAL", "SharedMemory", "run"]
 
 STACK_SIGNAL = signal.SIGRTMIN + 7
 """Makes a worker write where it is to its stderr, even with the GIL held. One that simulators hardly use themselves."""
@@ -115,6 +118,8 @@ def _seed_global_generators() -> None:
 
 
 def _for_network(reply: Any, other: Literal["refuse", "repr"]) -> bytes:
+    if isinstance(reply, Built):
+        reply = with_portable_spaces(reply)
     try:
         return encode_plain(reply, other)
     except NotPlainError as error:

@@ -1,0 +1,64 @@
+"""What an executor reports beside the answers of workers."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+__all__ = ["Cause", "Exit", "Placed", "Stack", "WeightsHeld", "WeightsRefused", "WeightsSent"]
+
+
+class Cause(enum.Enum):
+    """Why a worker is gone. Only a crash is its own fault: it may raise, and counts towards a crash loop."""
+
+    CRASHED = "crashed"
+    """It ended by itself, or hung and was killed."""
+    NODE_LOST = "node lost"
+    """Its machine is gone, or cannot be reached."""
+    INTERRUPTED = "interrupted"
+    """Ctrl-C in the calling process, where that is the worker."""
+    MOVED = "moved"
+    """On purpose: its slots go on elsewhere."""
+
+
+class Exit(NamedTuple):
+    """A worker process is gone."""
+
+    reason: str
+    tail: str
+    cause: Cause = Cause.CRASHED
+
+
+class Stack(NamedTuple):
+    """Where a worker is: what `Crew.stack` asked for."""
+
+    text: str
+
+
+class Placed(NamedTuple):
+    """The workers of a shard run on this node from now on, over this session; node None: nowhere."""
+
+    shard: int
+    node: int | None
+    session: int = 0
+
+
+class WeightsSent(NamedTuple):
+    """Bytes of these weights went to their machine."""
+
+    number: int
+    size: int
+
+
+class WeightsHeld(NamedTuple):
+    """The machine has these weights, all of them."""
+
+    number: int
+    at: float | None = None
+    """When; None: they did not travel."""
+
+
+class WeightsRefused(NamedTuple):
+    """The machine could not unpack these weights."""
+
+    number: int

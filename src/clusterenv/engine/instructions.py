@@ -1,0 +1,46 @@
+"""What the engine wants done: the driver carries it out, in this order."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from clusterenv.engine.requests import Request
+from clusterenv.engine.weights import Transfer
+
+__all__ = ["Instruction", "Kill", "PutWeights", "Send", "Start", "TraceStack"]
+
+
+class Start(NamedTuple):
+    """Start the process of a worker."""
+
+    worker: int
+
+
+class Send(NamedTuple):
+    """Send a message to a worker."""
+
+    worker: int
+    message: Any
+    request: Request | None
+    """None: it is not answered."""
+
+
+class PutWeights(NamedTuple):
+    """Bring weights to where the workers of a machine read them."""
+
+    transfer: Transfer
+
+
+class Kill(NamedTuple):
+    """End a worker that hangs."""
+
+    worker: int
+
+
+class TraceStack(NamedTuple):
+    """Ask where a worker is."""
+
+    worker: int
+
+
+Instruction = Start | Send | PutWeights | Kill | TraceStack
