@@ -30,7 +30,7 @@ from clusterenv.policy.sync.rules import APS, Always, Rule
 from clusterenv.policy.weights.codec import encode
 from clusterenv.policy.weights.packing import Codec
 from clusterenv.rollout import Evaluation, Rollout
-from clusterenv.system.interrupts import uninterrupted
+from clusterenv.system.interrupts import checkpoint, uninterrupted, uninterrupted_generator
 from clusterenv.worker.key_watch import KeyWatch
 
 if TYPE_CHECKING:
@@ -155,6 +155,7 @@ class Collector:
         expect("stream", "timeout_s", timeout_s, float | None, least=0)
         return self._stream(num_steps, min_envs or 1, max_staleness, queue, timeout_s)
 
+    @uninterrupted_generator
     def _stream(
         self, num_steps: int, min_envs: int, max_staleness: int | None, queue: int, timeout_s: float | None
     ) -> Generator[Rollout, None, None]:
@@ -173,11 +174,12 @@ class Collector:
                 collection.feed(max_staleness)  # before the learner works, not after
                 begin = self._count_time(begin)  # goes on while the learner works: so do the workers
                 self._counts.waiting_s += begin - asked
-                yield batch
+                yield checkpoint(batch)
                 asked = time.perf_counter()
         finally:
             self._count_time(begin)
             collection.stop_stream()
+            checkpoint()
 
     def _count_time(self, begin: float) -> float:
         now = time.perf_counter()

@@ -41,7 +41,7 @@ from clusterenv.executors.contract import Crew
 from clusterenv.memory.rows import Buffers, make_layout
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint, own_spaces
-from clusterenv.starting import build
+from clusterenv.starting import Building
 from clusterenv.system.interrupts import checkpoint, uninterrupted
 from clusterenv.wire.requests import Attach, Reply
 
@@ -95,7 +95,8 @@ class Pool:
 
     def _start(self, blueprint: Blueprint, lives: Lives, mode: AutoresetMode | None, recovery: Recovery) -> None:
         """Build every environment, then the engine over what they have in common."""
-        built = build(self.crew, self._workers, self._requests, self.weights, self._health, lives, self.events)
+        building = Building(self.crew, self._workers, self._requests, self.weights, self._health)
+        built = building.run(lives, self.events, recovery.recovery_timeout_s)
         agreed = agree(built, self.slots_of, blueprint.observation_mode, lambda: own_spaces(blueprint))
         self.single_observation_space = agreed.single_observation_space
         self.observation_space = agreed.observation_space
@@ -126,6 +127,7 @@ class Pool:
 
     # -- carrying out -----------------------------------------------------------------------------------------
 
+    @uninterrupted
     def carry_out(self) -> None:
         """Do what the engine wants done. What is left after an exception is done by the next call."""
         out = self._state.out
@@ -174,19 +176,18 @@ class Pool:
             return False
         number, workers = self._requests.next_number(), len(self.slots_of)
         done = 0
-        heard: list[tuple[int, Any]] = []
         try:
             answers = self.crew.step_all(number)
-            done, heard = (workers, heard) if answers is None else answers
+            done = workers if answers is None else answers[0]
         finally:
             if done < workers:
                 self._engine.spill(Pending(number, done), time.monotonic())
-        for worker, message in heard:
-            if worker < done:
-                self.rows.take_rows(message)
-            else:
-                self._inbox.append((worker, message))
-        if done < workers:
+        if answers is not None:
+            for worker, message in answers[1]:
+                if worker < done:
+                    self.rows.take_rows(message)
+                else:
+                    self._inbox.append((worker, message))
             checkpoint()
         return done == workers
 
@@ -286,10 +287,8 @@ class Pool:
 
     def turn(self, deadline: float | None) -> None:
         """Start what is due, wait for something (at most a quarter of a second), and take it in; then handle Ctrl-C."""
-        try:
-            self._turn(deadline)
-        finally:
-            checkpoint()
+        self._turn(deadline)
+        checkpoint()
 
     @uninterrupted
     def _turn(self, deadline: float | None) -> None:
@@ -378,10 +377,6 @@ class Pool:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._engine.resume(state, time.monotonic())
-
-    def is_leaving(self, worker: int) -> bool:
-        """Return whether this worker goes on elsewhere as soon as what it was asked is done."""
-        return self.crew.nodes is not None and self.crew.nodes.is_leaving(worker)
 
     def need_packages(self, names: tuple[str, ...]) -> None:
         if self.crew.nodes is not None:  # workers of this machine have what the caller has

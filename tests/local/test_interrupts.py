@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -41,6 +42,16 @@ def reset(envs):
     envs.reset(seed=3)
 
 
+def rollout(envs):
+    envs.collectors[0].rollout(3)
+
+
+def stream(envs):
+    with contextlib.closing(envs.collectors[0].stream(3)) as batches:  # garbage collection would ignore a Ctrl-C
+        for _ in range(3):
+            next(batches)
+
+
 def call(envs):
     envs.call("add", 1)
 
@@ -78,6 +89,8 @@ def sweep(envs, do, expected, every):
         ("local", send_and_recv, "none", 1),
         ("local", reset, "none", 2),
         ("local", call, "none", 2),
+        ("local", rollout, "none", 9),
+        ("local", stream, "none", 25),
         ("inline", step, "none", 1),
         ("inline", send_and_recv, "none", 1),
         ("network", step, "none", 1),
@@ -90,6 +103,7 @@ def test_ctrl_c_at_every_line(kind, do, info, every):
     vector.close()
     recovery = ce.Recovery(step_timeout_s=15.0, reset_timeout_s=15.0)
     with ce.ClusterEnv([lambda: make(info)] * N, backend=BACKENDS[kind], recovery=recovery) as envs:
+        envs.collectors = [envs.collector(ce.RandomPolicy(), seed=1)]
         sweep(envs, do, expected, every)
 
 

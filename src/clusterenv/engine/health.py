@@ -27,6 +27,7 @@ class Health:
 
     def __init__(self, workers: Workers, requests: Requests, weights: WeightLedger, recovery: Recovery) -> None:
         self._workers = workers
+        self._weights = weights
         self._requests = requests
         self._weights = weights
         self._recovery = recovery

@@ -182,6 +182,9 @@ def row_writer(space: Space[Any], buffers: Buffers) -> Callable[[int, int, Any],
     return write
 
 
+_concatenate = np.concatenate  # in every step
+
+
 def blocks_of(leaves: tuple[Leaf, ...], array: Any) -> Any:
     """View the array [M, K, ...] of a space that is one array as M blocks for `write_block`; None for other spaces."""
     leaf = leaves[0]
@@ -202,9 +205,6 @@ def write_block(observations: list[Any], block: Any, shapes: list[tuple[int, ...
     except (AttributeError, TypeError, ValueError):
         return False
     return True
-
-
-_concatenate = np.concatenate
 
 
 def finite_checker(buffers: Buffers, rows: slice) -> Callable[[int], bool]:

@@ -19,11 +19,20 @@ import threading
 import time
 import weakref
 from _signal import getsignal  # type: ignore[import-not-found]  # `signal.getsignal` makes enums: 100 times slower
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import CodeType, FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
-__all__ = ["STATE", "checkpoint", "environments_closed", "environments_opened", "interruptible", "uninterrupted"]
+__all__ = [
+    "STATE",
+    "checkpoint",
+    "environments_closed",
+    "environments_opened",
+    "interruptible",
+    "restore_handler",
+    "uninterrupted",
+    "uninterrupted_generator",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -74,10 +83,23 @@ def interruptible(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return function
 
 
-def checkpoint() -> None:
-    """Handle a Ctrl-C that was kept. Called where everything is in order, by whoever may wait for long."""
+def uninterrupted_generator(
+    function: Callable[_P, Generator[_R, None, None]],
+) -> Callable[_P, Generator[_R, None, None]]:
+    """Keep a Ctrl-C that strikes within this generator. It calls `checkpoint` before each `yield` and at its end."""
+    _is_protected[function.__code__] = True
+    return function
+
+
+@overload
+def checkpoint() -> None: ...
+@overload
+def checkpoint(value: _R) -> _R: ...
+def checkpoint(value: Any = None) -> Any:
+    """Handle a Ctrl-C that was kept; returns `value`. Called where everything is in order, and where a call waits."""
     if STATE.pending and _is_main_thread():
         _handle(STATE.frame)
+    return value
 
 
 def environments_opened(owner: Any) -> None:
@@ -86,8 +108,12 @@ def environments_opened(owner: Any) -> None:
 
 
 def environments_closed(owner: Any) -> None:
-    """Give Ctrl-C back to Python's own handler when the last environments are closed. Idempotent."""
+    """Forget the environments of this owner, from any thread; `restore_handler` follows. Idempotent."""
     STATE.open.discard(owner)
+
+
+def restore_handler() -> None:
+    """Give Ctrl-C back to Python's own handler when the last environments are closed. Only the main thread can."""
     if not STATE.open and _is_main_thread() and getsignal(_SIGINT) is _on_interrupt:
         signal.signal(_SIGINT, signal.default_int_handler)
 

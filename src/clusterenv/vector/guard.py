@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
@@ -12,6 +9,7 @@ from clusterenv.driver import Pool
 from clusterenv.engine.fragments import Mode
 from clusterenv.errors import ClosedError, UsageError
 from clusterenv.phases import Phase, refusal, refused
+from clusterenv.system.teardown import Teardown
 
 __all__ = ["CallGuard"]
 
@@ -19,9 +17,9 @@ __all__ = ["CallGuard"]
 class CallGuard:
     """Knows the phase that the environments are in, and whether they were closed."""
 
-    def __init__(self, pool: Pool, finalizer: weakref.finalize[Any, Any]) -> None:
+    def __init__(self, pool: Pool, teardown: Teardown) -> None:
         self._pool = pool
-        self._finalizer = finalizer  # alive until the environments are closed
+        self._teardown = teardown  # begins when the environments are closed
         self._may_end = pool.mode is AutoresetMode.DISABLED
         self.was_reset = False
         self.is_interrupted = False
@@ -54,7 +52,7 @@ class CallGuard:
             raise refused(call, phase, text.format(slots=slots, num_steps=num_steps))
 
     def check_open(self, call: str) -> None:
-        if not self._finalizer.alive:
+        if self._teardown.has_begun:
             raise ClosedError(f"{call}(): these environments were closed; make a new ClusterEnv")
 
     def check_not_loaded(self, call: str, name: str) -> None:
