@@ -150,7 +150,7 @@ def test_a_ray_actor_that_is_killed_leaves_no_key_file(tmp_path, joining, monkey
 FULL = """
 import resource, sys
 import clusterenv as ce
-from clusterenv.backends.folder import RunFolder
+from clusterenv.backends.launch.folder import RunFolder
 
 def fill(*_):
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

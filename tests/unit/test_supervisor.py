@@ -8,7 +8,7 @@ import time
 import pytest
 
 import clusterenv as ce
-from clusterenv.backends.supervisor import Keeper
+from clusterenv.backends.launch.supervisor import Keeper
 from clusterenv.events import EventLog
 
 
@@ -55,8 +55,8 @@ class Scheduler:
 
 @pytest.fixture
 def scheduler(monkeypatch):
-    monkeypatch.setattr("clusterenv.backends.supervisor._LOOK_S", 0.02)
-    monkeypatch.setattr("clusterenv.backends.supervisor._AGAIN_S", 0.1)
+    monkeypatch.setattr("clusterenv.backends.launch.supervisor._LOOK_S", 0.02)
+    monkeypatch.setattr("clusterenv.backends.launch.supervisor._AGAIN_S", 0.1)
     return Scheduler()
 
 

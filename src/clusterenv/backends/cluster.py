@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 from gymnasium.vector import AutoresetMode
 
-from clusterenv.backends.addresses import dialled, listening_address, parse_advertise, parse_port
-from clusterenv.backends.folder import RunFolder
+from clusterenv.backends.launch.addresses import dialled, listening_address, parse_advertise, parse_port
+from clusterenv.backends.launch.folder import RunFolder
+from clusterenv.backends.launch.supervisor import Keeper
 from clusterenv.backends.local import split
 from clusterenv.backends.remote import Remote
-from clusterenv.backends.supervisor import Keeper
 from clusterenv.cluster.head import Head, Timing
 from clusterenv.driver import Pool
 from clusterenv.errors import SpecError, StartError

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clusterenv.backends.note import NAME, life, now_there
+from clusterenv.backends.launch.note import NAME, life, now_there
 from clusterenv.errors import ClusterEnvError
 
 __all__ = ["Removed", "places", "remove", "remove_pods"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from clusterenv.arguments import check_fields, expect
-from clusterenv.backends.addresses import parse_advertise, parse_port
+from clusterenv.backends.launch.addresses import parse_advertise, parse_port
 from clusterenv.errors import SpecError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterenv.backends.programs import NoAnswer, ask
+from clusterenv.backends.launch.programs import NoAnswer, ask
 from clusterenv.backends.slurm import job_script, script_body, srun_command
 from clusterenv.errors import StartError
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from clusterenv.backends.note import Note
+from clusterenv.backends.launch.note import Note
 from clusterenv.errors import ClusterEnvError, StartError
 from clusterenv.transport.keys import Joining, KeyPair, close_joining, private_folder, write_joining
 
