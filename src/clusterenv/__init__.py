@@ -4,7 +4,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from clusterenv._version import __version__
-from clusterenv.backends import Kubernetes, Local, Manual, Ray, Slurm
+from clusterenv.backends import Kubernetes, Local, Loopback, Manual, Ray, Slurm
 from clusterenv.collector import Collector
 from clusterenv.env import ClusterEnv
 from clusterenv.errors import (
@@ -47,6 +47,7 @@ __all__ = [
     "Every",
     "Never",
     "Local",
+    "Loopback",
     "Manual",
     "Slurm",
     "Ray",

@@ -18,7 +18,7 @@ import pytest
 import clusterenv as ce
 import real
 from closing import close_while, stopped
-from clusterenv.backends.cluster import agent_command
+from clusterenv.backends.contract import agent_command
 from clusterenv.backends.slurm import job_script, srun_command
 from clusterenv.cli import main
 from clusterenv.spec import blueprint

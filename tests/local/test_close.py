@@ -13,7 +13,7 @@ import pytest
 import clusterenv as ce
 import clusterenv.env
 import fake_slurm
-from clusterenv.backends.cluster import Plan
+from clusterenv.backends.contract import Plan
 from clusterenv.backends.kubernetes import _Pods
 from clusterenv.backends.kubernetes_api import Api
 from clusterenv.backends.slurm_jobs import SlurmJobs

@@ -24,7 +24,7 @@ def run(script: str, redirect: str = "") -> subprocess.CompletedProcess[str]:
 QUIET = """
     import logging
     import clusterenv as ce, gymnasium as gym
-    backend = ce.Local(workers=1, network=True)  # nodes that join are told at INFO
+    backend = ce.Loopback(nodes=1)  # nodes that join are told at INFO
     with ce.ClusterEnv("CartPole-v1", 2, backend=backend) as envs:
         batch = envs.collector(ce.RandomPolicy(), seed=1).rollout(8)
     print(batch.num_steps)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import clusterenv as ce
-from clusterenv.backends import addresses
 from clusterenv.backends import cluster as network
+from clusterenv.backends.launch import addresses
 from clusterenv.cluster.ending import Ending
 from clusterenv.transport.keys import read_joining
 from namespace_cluster import Namespaces, agent_command

@@ -187,7 +187,7 @@ def test_13_nothing_outlives_a_killed_head(tmp_path):
     script = tmp_path / "head.py"
     script.write_text(
         "import os, time, numpy as np, clusterenv as ce, psutil\n"
-        f"envs = ce.ClusterEnv({ID!r}, 4, backend=ce.Local(workers=2, network=True, nodes=2, heartbeat={FAST}))\n"
+        f"envs = ce.ClusterEnv({ID!r}, 4, backend=ce.Loopback(nodes=2, heartbeat={FAST}))\n"
         "envs.reset(seed=1); envs.step(np.zeros(4, dtype=np.int64))\n"
         "print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)\n"
         "time.sleep(60)\n"
@@ -635,7 +635,7 @@ class OddInfos(gym.Wrapper):
 
 
 def test_infos_that_are_not_plain_data_are_named():
-    with ce.ClusterEnv([lambda: OddInfos(gym.make(ID))] * 2, backend=ce.Local(workers=1, network=True)) as envs:
+    with ce.ClusterEnv([lambda: OddInfos(gym.make(ID))] * 2, backend=ce.Loopback(nodes=1)) as envs:
         envs.reset(seed=1)
         with pytest.raises(ce.EnvError, match=r"'debug'.*'sim'.*Odd"):
             envs.step(zeros(2))

@@ -31,9 +31,6 @@ class Scheduler:
             raise self.failure
         return dict(self.over)
 
-    def has_job(self, node):
-        return node in self.jobs
-
     def start(self, node):
         self._may_hang("start")
         if self.errors:

@@ -1,24 +1,18 @@
 """What every backend over a network shares: keys, a listening head, nodes that are awaited, a pool over them.
 
-A backend brings `Jobs`: how node agents are started, looked after and ended. It sees no message.
+A backend brings `Jobs` (`contract.py`): how node agents are started, looked after and ended. It sees no message.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.backends.contract import CollectsGarbage, DescribesJobs, Jobs, LeavesJobs, Plan, ScheduledJobs
 from clusterenv.backends.launch.addresses import dialled, listening_address, parse_advertise, parse_port
-from clusterenv.backends.launch.folder import RunFolder
+from clusterenv.backends.launch.folder import RunFolder, key_file, run_path
 from clusterenv.backends.launch.supervisor import Keeper
 from clusterenv.backends.local import split
 from clusterenv.backends.remote import Remote
@@ -32,7 +26,7 @@ from clusterenv.spec import Blueprint
 from clusterenv.system.open_files import allow_open_files
 from clusterenv.transport.keys import make_keys
 
-__all__ = ["Jobs", "Plan", "agent_command", "start"]
+__all__ = ["example_plan", "start"]
 
 _QUIET_S = 2.0
 """How long nodes are awaited before anything is logged about it."""
@@ -44,99 +38,13 @@ _OTHERS_S = 5.0
 """How long the last of `min_nodes` nodes waits for others before the run begins without them."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a backend needs to start node agents."""
-
-    run: str
-    folder: Path
-    files: tuple[Path, ...]
-    """The key file of each node."""
-    lease_s: float
-    allow_pickle: bool
-    nodes: int
-    """So many are wanted at first, of those that have a key file."""
-    address: str
-    """What nodes dial."""
-    closing: threading.Event
-    """Set when the run is over: a question to the scheduler that is under way need not be answered."""
-    digests: tuple[str, ...] = ()
-    """SHA-256 of each key file, where its owner says nothing."""
-
-    def command(self, node: int, python: str | None = None) -> list[str]:
-        """Return the command that starts the agent of this node on a machine that sees the same files."""
-        digest = ["--key-sha256", self.digests[node]] if self.digests else []
-        return agent_command(self.files[node], [*digest, *self.options], python)
-
-    @property
-    def options(self) -> list[str]:
-        return [] if self.allow_pickle else ["--no-pickle"]
-
-
-def agent_command(key: Path, options: Sequence[str] = (), python: str | None = None) -> list[str]:
-    """Return the command that starts a node agent; `python`: an interpreter other than this one."""
-    return [python or sys.executable, "-m", "clusterenv", "node", "--join", str(key), *options]
-
-
-class Jobs(Protocol):
-    """The node agents of one run, as its scheduler has them.
-
-    Nothing is started when it is made. `Keeper`'s thread alone calls it, but for `state`, `log_tail` and `describe`.
-    """
-
-    @property
-    def note(self) -> Mapping[str, Any]:
-        """What `clusterenv gc` needs to end these: {"slurm": {...}}; empty where nothing outlives the nodes."""
-        ...
-
-    def look(self) -> dict[int, str]:
-        """Ask the scheduler: nodes whose agent is known to be over, and why. May be slow, may raise."""
-        ...
-
-    def has_job(self, node: int) -> bool:
-        """Whether this node was started, and not dropped since: then it is not started again before that is over."""
-        ...
-
-    def start(self, node: int) -> None:
-        """Start this node, for the first time or in place of a job that is over."""
-        ...
-
-    def drop(self, node: int) -> None:
-        """It is not wanted any more, and was told so."""
-        ...
-
-    def state(self, node: int) -> str:
-        """What the scheduler says of a node that has not come yet ("PENDING (Resources)"); may be empty."""
-        ...
-
-    def log_tail(self, node: int) -> str:
-        """The last words of a node, or where they are."""
-        ...
-
-    def describe(self) -> str:
-        """What was started, in the scheduler's own names; may be empty."""
-        ...
-
-    def stop(self, deadline: float) -> None:
-        """End everything by `deadline` (of the monotonic clock). Raises where something may be left.
-
-        Called once, when nothing else will be.
-        """
-        ...
-
-
 def start(
-    remote: Remote,
-    nodes: int,
-    launch: Callable[[Plan], Jobs],
-    blueprint: Blueprint,
-    mode: AutoresetMode | None,
-    recovery: Recovery,
-    events: EventLog,
+    remote: Remote, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog
 ) -> Pool:
     """Listen, have node agents started, wait for them all, and make the pool."""
     host = listening_address(type(remote).__name__, remote.bind)
     advertised = parse_advertise(remote.advertise)
+    nodes = remote.nodes
     most, each = remote.max_nodes or nodes, remote.workers_per_node
     workers = most * each
     if workers > blueprint.num_envs:
@@ -188,11 +96,10 @@ def start(
                 keeper.closing,
                 folder.digests if remote.owner_squashed else (),
             )
-            jobs = launch(plan)
-            folder.note.add_jobs(jobs.note)
+            jobs = _launch(remote, plan, folder)
             keeper.keep(jobs, nodes)
-        if described := jobs.describe():
-            emit(logging.INFO, described)
+        if isinstance(jobs, DescribesJobs):
+            emit(logging.INFO, jobs.describe())
         _await(head, address, keeper, jobs, remote, nodes, blueprint.num_envs)
         head.share_out()
         slots_of = split(blueprint.num_envs, workers)
@@ -216,11 +123,34 @@ def start(
         raise
 
 
+def example_plan(remote: Remote) -> Plan:
+    """Return the plan of a run that there is not, called RUN, for `script`: its files and its address do not exist."""
+    folder = run_path(remote.folder, "RUN")
+    files = tuple(key_file(folder, node) for node in range(remote.max_nodes or remote.nodes))
+    return Plan("RUN", folder, files, remote.heartbeat[2], remote.allow_pickle, remote.nodes, "tcp://HEAD:PORT")
+
+
+def _launch(remote: Remote, plan: Plan, folder: RunFolder) -> Jobs:
+    """Return the jobs of the run, with their note written: from then on `clusterenv gc` ends what is left of them."""
+    jobs = remote.launch(plan)
+    try:
+        if isinstance(jobs, LeavesJobs):
+            if not isinstance(remote, CollectsGarbage):
+                name = type(remote).__name__
+                raise SpecError(f"{name}: its jobs have note(), so it needs `name` and collect_garbage(note, deadline)")
+            folder.note.add_jobs({remote.name: dict(jobs.note())})
+    except BaseException:
+        if isinstance(jobs, ScheduledJobs):  # it may have opened connections
+            jobs.stop(time.monotonic() + _CLEAN_UP_S)
+        raise
+    return jobs
+
+
 def _left_behind(folder: RunFolder, left: str, jobs: Jobs | None, lease_s: float) -> str:
-    described = jobs.describe() if jobs is not None else ""
+    described = jobs.describe() if isinstance(jobs, DescribesJobs) else "node agents"
     return (
         f"run {folder.run} is closed, but not all of it could be removed: {left}. It had: "
-        f"{described or 'node agents'}. Nodes that are running end by themselves within {lease_s:g} s; "
+        f"{described}. Nodes that are running end by themselves within {lease_s:g} s; "
         f"`clusterenv gc --folder {folder.path.parent}` removes the rest"
     )
 
@@ -260,19 +190,11 @@ def _await(head: Head, address: str, keeper: Keeper, jobs: Jobs, remote: Remote,
 
 
 def _described(jobs: Jobs, node: int) -> str:
-    state = jobs.state(node)
+    state = jobs.state(node) if isinstance(jobs, DescribesJobs) else ""
     return f"node {node}: {state}" if state else f"node {node}"
 
 
 def _tails(jobs: Jobs, nodes: list[int]) -> str:
+    if not isinstance(jobs, DescribesJobs):
+        return ""
     return "".join(f"\nlast words of node {node}:\n{jobs.log_tail(node)}" for node in nodes[:3])
-
-
-def read_tail(path: Path, size: int = 4000) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - size))
-            return file.read().decode(errors="replace").strip() or "(nothing)"
-    except OSError:
-        return f"(no log at {path})"

@@ -1,10 +1,10 @@
-"""The options that every backend over a network takes."""
+"""The base of every backend over a network: its options, and how a run is started with them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from clusterenv.arguments import check_fields, expect
@@ -14,7 +14,7 @@ from clusterenv.errors import SpecError
 if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode
 
-    from clusterenv.backends.cluster import Jobs, Plan
+    from clusterenv.backends.contract import Jobs, Plan
     from clusterenv.driver import Pool
     from clusterenv.events import EventLog
     from clusterenv.recovery import Recovery
@@ -24,9 +24,11 @@ __all__ = ["Remote"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remote:
-    """
+class Remote(ABC):
+    """A backend that starts node agents on other machines; derived classes say how, in `launch`.
+
     Args:
+        nodes: number of nodes at the start.
         workers_per_node: environment processes on each machine.
         bind: the address or interface of this machine to listen on, IPv4 or IPv6. None: the address from which this
             machine reaches others; where it has no route, its only address that is not loopback.
@@ -49,6 +51,7 @@ class Remote:
         allow_pickle: False: nodes get ids, plain arguments and weights, but no code (`clusterenv node --no-pickle`).
     """
 
+    nodes: int = field(kw_only=False)
     workers_per_node: int = 1
     bind: str | None = None
     port: int | tuple[int, int] = 0
@@ -67,8 +70,8 @@ class Remote:
     allow_pickle: bool = True
     is_remote: ClassVar[bool] = True
 
-    def _check(self, nodes: int) -> None:
-        name = type(self).__name__
+    def __post_init__(self) -> None:
+        name, nodes = type(self).__name__, self.nodes
         parse_port(self.port, name)  # first: these name what they expect better than their annotations do
         parse_advertise(self.advertise, name)
         check_fields(self)
@@ -79,15 +82,11 @@ class Remote:
         if self.max_nodes is not None and self.max_nodes < nodes:
             raise SpecError(f"{name}(max_nodes={self.max_nodes}): at least nodes={nodes}")
 
-    def start_with(
-        self,
-        nodes: int,
-        launch: Callable[[Plan], Jobs],
-        blueprint: Blueprint,
-        mode: AutoresetMode | None,
-        recovery: Recovery,
-        events: EventLog,
-    ) -> Pool:
-        from clusterenv.backends import cluster as network
+    @abstractmethod
+    def launch(self, plan: Plan) -> Jobs:
+        """Return the jobs of a run, none of which is started yet: see `contract.ClusterBackend`."""
 
-        return network.start(self, nodes, launch, blueprint, mode, recovery, events)
+    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
+        from clusterenv.backends import cluster
+
+        return cluster.start(self, blueprint, mode, recovery, events)
