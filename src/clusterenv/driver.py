@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from gymnasium import Space
@@ -22,7 +22,9 @@ from clusterenv.engine.agreement import agree
 from clusterenv.engine.fragments import FragmentDesk, of_slots
 from clusterenv.engine.health import PaceWatch
 from clusterenv.engine.incarnations import Lives
+from clusterenv.engine.inputs import Exit, Stack
 from clusterenv.engine.repairs import Repairs, env_error, last_words
+from clusterenv.engine.requests import Kind, Request, Requests
 from clusterenv.engine.rows import Delivery, Rows
 from clusterenv.engine.slots import Losses
 from clusterenv.errors import (
@@ -34,7 +36,7 @@ from clusterenv.errors import (
     WorkerLostError,
 )
 from clusterenv.events import Event, EventLog
-from clusterenv.executors.contract import Crew, Exit, Stack
+from clusterenv.executors.contract import Crew
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Buffers, make_layout
 from clusterenv.recovery import Recovery
@@ -66,11 +68,6 @@ _LOOK_EVERY = 16
 _SLOW_EVERY = 256
 
 
-class _Ticket(NamedTuple):
-    kind: str  # "step", "reset", "rebuild", "call", "build", "policy" or "fragment"
-    slots: list[int]
-
-
 class Pool:
     """All slots of a run, on the workers of one machine or of many."""
 
@@ -93,10 +90,8 @@ class Pool:
         self._worker_of = [w for w, slots in enumerate(slots_of) for _ in slots]
         self.is_vector = is_vector
         self.events = events
-        self._request = 0
-        self._open: list[dict[int, _Ticket]] = [{} for _ in slots_of]
+        self._requests = Requests(len(slots_of))
         self._inbox: deque[tuple[int, Any]] = deque()
-        self._called: dict[int, Reply] = {}
         self.acted: list[Acted] = []  # what the workers' policy did in the step under way
         self._steps = 0  # since slow environments were looked for
         self._pace = PaceWatch()
@@ -116,7 +111,7 @@ class Pool:
         for worker, slots in enumerate(self.slots_of):
             self._crew.start(worker)
             seeds = [self._lives.seed(slot) for slot in slots]
-            self.post(worker, "build", slots, Build(self.number(), slots, seeds))
+            self.post(worker, Kind.BUILD, slots, Build(self.number(), slots, seeds))
         built: dict[int, Built] = {}
         while len(built) < len(self.slots_of):
             for worker, message in self._wait(None):
@@ -131,7 +126,7 @@ class Pool:
                     )
                 if message.faults:
                     raise env_error(message.faults[0], self._where(worker))
-                self._open[worker].clear()
+                self._requests.close_all(worker)
                 built[worker] = message
         self._adopt(agree(built, self.slots_of), mode)
 
@@ -162,20 +157,18 @@ class Pool:
         self._crew.send(worker, attach)
 
     def number(self) -> int:
-        self._request = self._request % 0xFFFF_FFFF + 1
-        return self._request
+        return self._requests.next_number()
 
-    def post(self, worker: int, kind: str, slots: list[int], message: Any) -> int:
-        """Open a ticket and send; `message.request` is its number."""
-        self._open[worker][message.request] = _Ticket(kind, slots)
+    def post(self, worker: int, kind: Kind, slots: list[int], message: Any) -> Request:
+        """Open a request and send it; `message.request` is its number."""
+        request = self._requests.open(worker, kind, slots, message)
         try:
-            self._crew.send(worker, message)
+            self._crew.send(worker, message, request)
         except NotPlainError:
-            del self._open[worker][message.request]
+            self._requests.close(request)
             raise
         self._repairs.began(worker, time.monotonic())
-        number: int = message.request
-        return number
+        return request
 
     # -- requests ---------------------------------------------------------------------------------------------
 
@@ -201,9 +194,11 @@ class Pool:
 
         False, where anything unusual happened: the step is under way, and `collect` and `deliver` go on with it.
         """
-        if self._request % _LOOK_EVERY == 0:  # workers' output, and whatever else the hot loop does not read
+        if (
+            self._requests.last_number % _LOOK_EVERY == 0
+        ):  # workers' output, and whatever else the hot loop does not read
             self._inbox.extend(self._crew.wait(0.0))
-        if self._losses or self._inbox or any(self._open):
+        if self._losses or self._inbox or self._requests:
             self.send_step(None, None)
             return False
         number = self.number()
@@ -224,7 +219,7 @@ class Pool:
                     if worker < done:
                         self.rows.mark_ready(slots)
                     else:
-                        self._open[worker][number] = _Ticket("step", slots)
+                        self._requests.open(worker, Kind.STEP, slots, number)
                         self._repairs.began(worker, now)
         return done == len(self.slots_of)
 
@@ -270,7 +265,7 @@ class Pool:
                 if knobs is not None:
                     own = {name: of_slots(value, its_slots) for name, value in knobs.items()}
                     act = Act(own, self.incarnations(its_slots))
-                self.post(worker, "step", its_slots, Step(self.number(), its_slots, objects, act))
+                self.post(worker, Kind.STEP, its_slots, Step(self.number(), its_slots, objects, act))
 
     def send_reset(self, slots: list[int], seeds: list[int | None], options: dict[str, Any] | None) -> None:
         self.rows.expect(slots)
@@ -283,7 +278,7 @@ class Pool:
         for worker, its_slots in enumerate(healthy):
             if its_slots:
                 its_seeds = [asked[slot] for slot in its_slots]
-                self.post(worker, "reset", its_slots, Reset(self.number(), its_slots, its_seeds, options))
+                self.post(worker, Kind.RESET, its_slots, Reset(self.number(), its_slots, its_seeds, options))
 
     def set_seed_base(self, bases: list[int | None]) -> None:
         self._lives.set_bases(bases)
@@ -307,11 +302,11 @@ class Pool:
             )
         results: list[Any] = []
         chosen = [[slot for slot in its if slots is None or slot in slots] for its in self.slots_of]
-        requests = {
-            w: self.post(w, "call", its, Call(self.number(), its, name, args, kwargs))
+        requests = [
+            self.post(w, Kind.CALL, its, Call(self.number(), its, name, args, kwargs))
             for w, its in enumerate(chosen)
             if its
-        }
+        ]
         for reply in self.replies(requests):
             results += reply.result or []
         if sticky:
@@ -321,23 +316,24 @@ class Pool:
     def set_attr(self, name: str, values: dict[int, Any]) -> None:
         """Set on these slots' environments, as far as they are there, and on every later incarnation."""
         self._lives.remember_attribute(name, values)
-        requests = {}
+        requests = []
         for worker, slots in enumerate(self.slots_of):
             here = [slot for slot in slots if slot in values and slot not in self._losses.gone]
             if here:
                 message = SetAttr(self.number(), here, name, [values[slot] for slot in here])
-                requests[worker] = self.post(worker, "call", here, message)
+                requests.append(self.post(worker, Kind.CALL, here, message))
         self.replies(requests)
 
-    def replies(self, requests: dict[int, int]) -> list[Reply]:
-        """The answers to calls, by worker."""
-        while not set(requests.values()) <= self._called.keys():
-            lost = [w for w, number in requests.items() if number not in self._called | self._open[w]]
+    def replies(self, requests: list[Request]) -> list[Reply]:
+        """Wait for the answers to calls; they come in the order of the requests."""
+        while not all(request.reply for request in requests):
+            lost = [r for r in requests if r.reply is None and not self._requests.is_open(r)]
             if lost:
-                slots = tuple(slot for w in lost for slot in self.slots_of[w])
-                raise WorkerLostError(f"workers {lost} died during the call; see events()", slots=slots)
+                slots = tuple(slot for request in lost for slot in self.slots_of[request.worker])
+                workers = [request.worker for request in lost]
+                raise WorkerLostError(f"workers {workers} died during the call; see events()", slots=slots)
             self.turn(None)
-        replies = [self._called.pop(number) for number in requests.values()]
+        replies = [request.reply for request in requests if request.reply is not None]
         for reply in replies:
             if reply.faults:
                 fault = reply.faults[0]
@@ -398,17 +394,21 @@ class Pool:
         while self._inbox:  # kept across calls: taking a message in may raise, and the next must not be lost
             worker, message = self._inbox.popleft()
             if isinstance(message, int):
-                self.rows.mark_ready(self._open[worker].pop(message).slots)
+                request = self._requests.get(worker, message)
+                assert request is not None, f"worker {worker} answered step {message}, which is not open"
+                self._requests.close(request)
+                self.rows.mark_ready(request.slots)
             elif isinstance(message, Reply):
                 self._take(worker, message)
             elif isinstance(message, Exit):
-                tickets = list(self._open[worker].values())
-                self._open[worker].clear()
-                self._repairs.worker_gone(worker, message, {ticket.kind for ticket in tickets})
+                asked = {request.kind for request in self._requests.close_all(worker)}
+                self._repairs.worker_gone(worker, message, asked)
             elif isinstance(message, Stack):
                 self._repairs.long_call(worker, message.text)
             elif isinstance(message, Built):
-                self._open[worker].pop(message.request, None)
+                built = self._requests.get(worker, message.request)
+                if built is not None:
+                    self._requests.close(built)
         if self._losses.gone:
             self._repairs.check()
 
@@ -422,25 +422,25 @@ class Pool:
                 timeout_s = min(timeout_s, max(0.0, deadline - now))
         messages = self._crew.wait(timeout_s)
         if not self._crew.is_inline:  # also while others answer: one that hangs must not go unnoticed in a busy stream
-            self._repairs.look_for_hangs([bool(tickets) for tickets in self._open])
+            self._repairs.look_for_hangs(self._requests)
         return messages
 
     def _take(self, worker: int, reply: Reply) -> None:
-        ticket = self._open[worker].get(reply.request)
-        if ticket is None:
+        request = self._requests.get(worker, reply.request)
+        if request is None:
             return  # a late reply to a request that nobody waits for any more
         if reply.last:
-            del self._open[worker][reply.request]
-        if ticket.kind == "call":
-            self._called[reply.request] = reply
+            self._requests.close(request)
+        if request.kind is Kind.CALL:
+            request.reply = reply
             return
-        if ticket.kind in ("policy", "fragment"):
-            self.desk.took(worker, ticket.kind, reply)
+        if request.kind in (Kind.POLICY, Kind.FRAGMENT):
+            self.desk.took(worker, request.kind, reply)
             self._take_faults(worker, reply, collecting=True)
             return
         failed = {fault.slot for fault in reply.faults}
         good = [slot for slot in reply.slots if slot not in failed]
-        if ticket.kind == "rebuild":
+        if request.kind is Kind.REBUILD:
             self._losses.rebuilt(reply.slots, good)
             self.rows.take_objects(reply)
             for slot in good:
@@ -449,8 +449,8 @@ class Pool:
             if isinstance(reply.result, Acted):
                 self.acted.append(reply.result)
             elif reply.result is not None:  # the policy failed, so nothing was stepped
-                self.rows.awaited[ticket.slots] = False
-                self.desk.took(worker, "policy", reply)
+                self.rows.awaited[request.slots] = False
+                self.desk.took(worker, Kind.POLICY, reply)
                 raise self.desk.policy_error() or AssertionError("a policy error without an error")
             self.rows.mark_ready(good)
             self.rows.take_rows(reply)
@@ -511,7 +511,7 @@ class Pool:
 
     def drain(self) -> None:
         """Give up every row under way (before a reset): wait for the workers to finish it, then forget it."""
-        while any(t.kind != "call" for tickets in self._open for t in tickets.values()):
+        while any(request.kind is not Kind.CALL for request in self._requests):
             self.turn(None)
         self._give_up_rows()
 
@@ -521,7 +521,7 @@ class Pool:
 
     def give_up_step(self) -> bool:
         """Some worker's policy failed: wait for the others. True: a slot was stepped, and its row is lost."""
-        while any(self._open):
+        while self._requests:
             try:
                 self.turn(None)
             except PolicyError:

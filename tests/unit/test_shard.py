@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clusterenv.cluster.weight_server import Offers
-from clusterenv.executors.contract import Exit
+from clusterenv.engine.inputs import Exit
 from clusterenv.node import shard as seat_module
 from clusterenv.node.shard import Seat
 from clusterenv.spec import Delivered

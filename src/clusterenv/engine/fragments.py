@@ -14,6 +14,7 @@ import numpy as np
 from clusterenv.code.missing import missing_package
 from clusterenv.engine.cut import cut
 from clusterenv.engine.places import Shelf
+from clusterenv.engine.requests import Kind, Request
 from clusterenv.engine.streaming import FragmentStream
 from clusterenv.errors import DeadlineError, PolicyError
 from clusterenv.events import Event, EventLog
@@ -61,12 +62,12 @@ class Host(Protocol):
     @property
     def buffers(self) -> Buffers: ...
     def number(self) -> int: ...
-    def post(self, worker: int, kind: str, slots: list[int], message: Any) -> int: ...
+    def post(self, worker: int, kind: Kind, slots: list[int], message: Any) -> Request: ...
     def turn(self, deadline: float | None) -> None: ...
     def tell(self, worker: int, message: Any) -> None: ...
     def bring_back(self, worker: int) -> bool: ...
     def is_leaving(self, worker: int) -> bool: ...
-    def replies(self, requests: dict[int, int]) -> list[Reply]: ...
+    def replies(self, requests: list[Request]) -> list[Reply]: ...
     def incarnations(self, slots: list[int]) -> list[int]: ...
     def stickies(self, slots: list[int]) -> tuple[list[list[Sticky]], int]: ...
     def collected(self, slots: list[int], stepped: Any, result: FragmentResult) -> None: ...
@@ -126,7 +127,7 @@ class FragmentDesk:
     def _load(self, worker: int, version: int, offset: int, size: int) -> None:
         request = LoadWeights(self._host.number(), version, offset, size)
         self._shelves[self._host.node_of[worker]].reads(worker, request.request, offset)
-        self._host.post(worker, "policy", self._host.slots_of[worker], request)
+        self._host.post(worker, Kind.POLICY, self._host.slots_of[worker], request)
 
     @property
     def is_busy(self) -> bool:
@@ -250,14 +251,14 @@ class FragmentDesk:
             if node in others:
                 self._load(worker, -1, places[node], len(others[node]))
                 self._known[worker] = (self._epoch, self._known[worker][1], -2)
-        requests = {}
+        requests = []
         for worker in workers:
             mine = list(range(episodes))[worker :: len(workers)]
             if mine:
                 plain = {name: float(np.mean(value)) for name, value in knobs.items()}
                 stickies, epoch = host.stickies(host.slots_of[worker])
                 message = Evaluate(host.number(), mine, seed, deterministic, record, plain, stickies, epoch)
-                requests[worker] = host.post(worker, "call", host.slots_of[worker], message)
+                requests.append(host.post(worker, Kind.CALL, host.slots_of[worker], message))
         played: list[Episode] = []
         for reply in host.replies(requests):
             played += reply.result
@@ -289,7 +290,7 @@ class FragmentDesk:
 
     # -- what the pool tells ----------------------------------------------------------------------------------
 
-    def took(self, worker: int, kind: str, reply: Reply) -> None:
+    def took(self, worker: int, kind: Kind, reply: Reply) -> None:
         result: FragmentResult | None = reply.result
         self._shelves[self._host.node_of[worker]].has_read(reply.request)
         if result is not None and result.policy_error is not None and worker not in self._stale:
@@ -299,7 +300,7 @@ class FragmentDesk:
             what = f"{what} ({where})" + (f": {advice}" if advice else "")
             if self._error is None:  # what follows from the first is not worth telling
                 self._error = PolicyError(f"{what}\n{text}", remote_traceback=text)
-        if kind != "fragment" or result is None:
+        if kind is not Kind.FRAGMENT or result is None:
             return
         if result.not_sent:
             self._host.info_not_sent(worker, result.not_sent)
@@ -389,7 +390,9 @@ class FragmentDesk:
         epoch, arena_epoch, version = self._known.get(worker, (0, 0, -2))
         if epoch != self._epoch:
             told = SetPolicy(host.number(), *policy)
-            host.post(worker, "policy", slots, told._replace(family=None) if isinstance(told.recipe, Named) else told)
+            host.post(
+                worker, Kind.POLICY, slots, told._replace(family=None) if isinstance(told.recipe, Named) else told
+            )
             version = -2
         newest, offset, size = self._weights[host.node_of[worker]]
         if version != newest:
@@ -416,7 +419,7 @@ class FragmentDesk:
         message = RunFragment(
             host.number(), num_steps, side, knobs, incarnations, self.sample_every, self.sample_within
         )
-        host.post(worker, "fragment", slots, message)
+        host.post(worker, Kind.FRAGMENT, slots, message)
         return incarnations
 
     def _keep_last_obs(self, worker: int, steps: int, side: Side) -> None:

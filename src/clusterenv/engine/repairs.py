@@ -15,11 +15,13 @@ from clusterenv.code.missing import missing_package
 from clusterenv.engine.fragments import FragmentDesk
 from clusterenv.engine.health import HangWatch, LongCalls
 from clusterenv.engine.incarnations import Lives
+from clusterenv.engine.inputs import Cause, Exit
+from clusterenv.engine.requests import Kind, Request, Requests
 from clusterenv.engine.rows import Delivery
 from clusterenv.engine.slots import Loss, Losses, Seen
 from clusterenv.errors import ClusterEnvError, CrashLoopError, EnvError, WorkerLostError
 from clusterenv.events import Event, EventLog
-from clusterenv.executors.contract import Cause, Crew, Exit
+from clusterenv.executors.contract import Crew
 from clusterenv.recovery import Recovery, RestartBook
 from clusterenv.wire import infos as info_columns
 from clusterenv.wire.requests import Build, Fault, Rebuild
@@ -41,7 +43,7 @@ class Host(Protocol):
     rows: Delivery
 
     def number(self) -> int: ...
-    def post(self, worker: int, kind: str, slots: list[int], message: Any) -> int: ...
+    def post(self, worker: int, kind: Kind, slots: list[int], message: Any) -> Request: ...
     def attach(self, worker: int) -> None: ...
     def incarnations(self, slots: list[int]) -> list[int]: ...
 
@@ -96,7 +98,7 @@ class Repairs:
         rows.awaited[slot] = rows.started[slot] = False
         rows.resetting.pop(slot, None)
 
-    def worker_gone(self, worker: int, exit: Exit, asked: set[str]) -> None:
+    def worker_gone(self, worker: int, exit: Exit, asked: set[Kind]) -> None:
         """`asked`: the kinds of what it had to do."""
         slot, phase, _ = self._crew.progress(worker)
         slots, rows = self._host.slots_of[worker], self._host.rows
@@ -128,7 +130,7 @@ class Repairs:
         elif has_crashed:
             until = self._book.failed(f"worker {worker} (slots {slots[0]}-{slots[-1]})", reason, now)
         self._losses.respawn[worker] = until
-        collecting = "fragment" in asked
+        collecting = Kind.FRAGMENT in asked
         for its in slots:
             if error is None or its != at_fault:
                 self._settle(worker, its, Loss(reason, True), until, collecting)
@@ -172,7 +174,7 @@ class Repairs:
                 self._crew.start(worker)
                 slots = self._host.slots_of[worker]
                 build = Build(self._host.number(), slots, [0] * len(slots), make=False)
-                self._host.post(worker, "build", slots, build)
+                self._host.post(worker, Kind.BUILD, slots, build)
                 self._host.attach(worker)
                 event = Event("worker_replaced", f"worker {worker} started again", tuple(slots), worker)
                 self._host.events.add(event, level=logging.INFO)
@@ -194,7 +196,7 @@ class Repairs:
         stickies = [lives.stickies[slot] for slot in slots]
         self._losses.rebuild(slots)
         message = Rebuild(self._host.number(), slots, self._host.incarnations(slots), seeds, options, stickies)
-        self._host.post(worker, "rebuild", slots, message)
+        self._host.post(worker, Kind.REBUILD, slots, message)
 
     def check(self) -> None:
         """Raise for what is waited for, and was gone for too long."""
@@ -209,14 +211,14 @@ class Repairs:
                 slots=tuple(late),
             )
 
-    def look_for_hangs(self, busy: list[bool]) -> None:
+    def look_for_hangs(self, requests: Requests) -> None:
         """Kill workers that have something to do and have not moved for too long; warn of them before."""
         now = time.monotonic()
         if now - self._looked_at < _LOOK_S:
             return
         self._looked_at = now
-        for worker, is_busy in enumerate(busy):
-            if not is_busy or worker in self._hung or worker in self._losses.respawn:
+        for worker in range(len(self._host.slots_of)):
+            if not requests.is_busy(worker) or worker in self._hung or worker in self._losses.respawn:
                 continue
             at = self._crew.progress(worker)
             phase = PHASES[at[1]]

@@ -7,40 +7,13 @@ crew's business.
 
 from __future__ import annotations
 
-import enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+from clusterenv.engine.requests import Request
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Layout
 
-__all__ = ["Cause", "Crew", "Exit", "Stack"]
-
-
-class Cause(enum.Enum):
-    """Why a worker is gone. Only a crash is its own fault: it may raise, and counts towards a crash loop."""
-
-    CRASHED = "crashed"
-    """It ended by itself, or hung and was killed."""
-    NODE_LOST = "node lost"
-    """Its machine is gone, or cannot be reached."""
-    INTERRUPTED = "interrupted"
-    """Ctrl-C in the calling process, where that is the worker."""
-    MOVED = "moved"
-    """On purpose: its slots go on elsewhere."""
-
-
-class Exit(NamedTuple):
-    """A worker process is gone."""
-
-    reason: str
-    tail: str
-    cause: Cause = Cause.CRASHED
-
-
-class Stack(NamedTuple):
-    """Where a worker is: what `Crew.stack` asked for."""
-
-    text: str
+__all__ = ["Crew"]
 
 
 class Crew(Protocol):
@@ -58,7 +31,10 @@ class Crew(Protocol):
         those before that were to be kept."""
         ...
 
-    def send(self, index: int, message: Any) -> None: ...
+    def send(self, index: int, message: Any, request: Request | None = None) -> None:
+        """Send a message; `request`: the ledger's entry for it, None where nothing is answered."""
+        ...
+
     def ring(self, request: int) -> None:
         """The hot loop's request to every worker: step all your slots."""
         ...

@@ -10,8 +10,9 @@ from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.engine.inputs import Cause, Exit
+from clusterenv.engine.requests import Request
 from clusterenv.errors import UsageError
-from clusterenv.executors.contract import Cause, Exit
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Layout
 from clusterenv.spec import Blueprint, load_makers
@@ -94,7 +95,7 @@ class InlineCrew:
         self._events = [event for event in self._events if event[0] != index]
         return taken
 
-    def send(self, index: int, message: Any) -> None:
+    def send(self, index: int, message: Any, request: Request | None = None) -> None:
         if isinstance(message, Close):
             return  # `close` does it
         try:

@@ -24,9 +24,10 @@ from typing import Any, Literal
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.engine.inputs import Exit, Stack
+from clusterenv.engine.requests import Request
 from clusterenv.errors import ClusterEnvError, SpecError, UsageError
 from clusterenv.events import emit, emit_output
-from clusterenv.executors.contract import Exit, Stack
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Layout
 from clusterenv.spec import Blueprint
@@ -230,7 +231,7 @@ class ProcessCrew:
             return []
         return link.reader.feed(self._scratch[:size])
 
-    def send(self, index: int, message: Any) -> None:
+    def send(self, index: int, message: Any, request: Request | None = None) -> None:
         link = self._links.get(index)
         if link is not None:  # else its `Exit` was handed out already, and settles what was asked of it
             self._queue(link, encode(message))

@@ -22,9 +22,10 @@ from clusterenv.cluster.roster import Seated, Unseated
 from clusterenv.cluster.weight_server import Weights
 from clusterenv.code.missing import missing_package
 from clusterenv.code.packages import pack
+from clusterenv.engine.inputs import Cause, Exit, Stack
+from clusterenv.engine.requests import Request
 from clusterenv.errors import PolicyError, ProtocolError, SpecError, StartError, UsageError
 from clusterenv.events import emit, emit_output
-from clusterenv.executors.contract import Cause, Exit, Stack
 from clusterenv.memory.fragments import Arena, ArenaLayout
 from clusterenv.memory.rows import Buffers, Layout
 from clusterenv.memory.transfer import Block, read_inputs, write_fragment, write_rows
@@ -225,7 +226,7 @@ class RemoteCrew:
 
     # -- messages ---------------------------------------------------------------------------------------------
 
-    def send(self, index: int, message: Any) -> None:
+    def send(self, index: int, message: Any, request: Request | None = None) -> None:
         seat = self._seat_of[index]
         body = self._encode(message)  # first: what cannot travel must not be waited for
         if index not in self._running:

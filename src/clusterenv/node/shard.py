@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import msgspec
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.engine.inputs import Exit, Stack
 from clusterenv.errors import ClusterEnvError, PolicyError
 from clusterenv.events import emit
-from clusterenv.executors.contract import Exit, Stack
 from clusterenv.executors.processes import ProcessCrew
 from clusterenv.memory.fragments import Arena, ArenaLayout
 from clusterenv.memory.rows import Buffers, Layout

@@ -16,6 +16,7 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.backends.local import split
 from clusterenv.driver import Pool
+from clusterenv.engine.requests import Request
 from clusterenv.errors import SpecError
 from clusterenv.events import EventLog
 from clusterenv.executors.inline import InlineCrew
@@ -116,10 +117,10 @@ class _VirtualCrew(InlineCrew):
         self._buffers = None
         super().close(timeout_s)
 
-    def send(self, index: int, message: Any) -> None:
+    def send(self, index: int, message: Any, request: Request | None = None) -> None:
         if not isinstance(message, (int, Close)):
             self._count_message(index, message)
-        super().send(index, message)
+        super().send(index, message, request)
         if isinstance(message, RunFragment):
             self._busy_until[index] = max(self._now, self._busy_until[index]) + self._periods[index]
             _, reply = self._events.pop()

@@ -1,0 +1,117 @@
+"""The request ledger: what was asked of each worker and is not answered yet. Pure.
+
+A request is opened before its message is sent, and closed by its last answer or by the end of the worker's process.
+What an answer brings follows from the message: the executor is given the `Request`, and keeps no copy of it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from clusterenv.wire.requests import Rebuild, Reply, Reset, RunFragment, Step
+
+__all__ = ["Brings", "Kind", "Request", "Requests"]
+
+Brings = Literal["nothing", "rows", "fragment"]
+"""What an answer carries beside its message."""
+
+
+class Kind(enum.Enum):
+    BUILD = "build"
+    STEP = "step"
+    RESET = "reset"
+    REBUILD = "rebuild"
+    CALL = "call"
+    POLICY = "policy"
+    FRAGMENT = "fragment"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request to one worker."""
+
+    number: int
+    kind: Kind
+    worker: int
+    slots: list[int]
+    """The slots that it is about, ascending."""
+    brings: Brings = "nothing"
+    side: int = 0
+    """Fragments: where in the memory of fragments its rows go."""
+    num_steps: int = 0
+    reply: Reply | None = None
+    """The answer to a call, until the caller has read it."""
+    remaining: set[int] = field(default_factory=set)
+    """Slots whose row has not come yet, where it brings rows."""
+
+    def __post_init__(self) -> None:
+        if self.brings == "rows":
+            self.remaining = set(self.slots)
+
+
+class Requests:
+    """Every open request, by worker and number."""
+
+    def __init__(self, workers: int) -> None:
+        self._number = 0
+        self._open: list[dict[int, Request]] = [{} for _ in range(workers)]
+        self._count = 0
+
+    def next_number(self) -> int:
+        """Return the number of the next request; 0 is never used."""
+        self._number = self._number % 0xFFFF_FFFF + 1
+        return self._number
+
+    @property
+    def last_number(self) -> int:
+        return self._number
+
+    def open(self, worker: int, kind: Kind, slots: list[int], message: Any) -> Request:
+        """Record that `message`, or a whole step with that number, is asked of `worker`."""
+        number = message if isinstance(message, int) else message.request
+        request = Request(number, kind, worker, slots, *_brings(message))
+        self._open[worker][number] = request
+        self._count += 1
+        return request
+
+    def get(self, worker: int, number: int) -> Request | None:
+        """Return the open request with this number; None: it was answered, abandoned, or never asked."""
+        return self._open[worker].get(number)
+
+    def close(self, request: Request) -> None:
+        if self._open[request.worker].pop(request.number, None) is not None:
+            self._count -= 1
+
+    def close_all(self, worker: int) -> list[Request]:
+        """Close everything that this worker was asked: its process is gone. Returns what it was."""
+        requests = list(self._open[worker].values())
+        self._open[worker].clear()
+        self._count -= len(requests)
+        return requests
+
+    def is_open(self, request: Request) -> bool:
+        return self._open[request.worker].get(request.number) is request
+
+    def of(self, worker: int) -> Iterable[Request]:
+        return self._open[worker].values()
+
+    def is_busy(self, worker: int) -> bool:
+        return bool(self._open[worker])
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for requests in self._open for request in requests.values())
+
+
+def _brings(message: Any) -> tuple[Brings, int, int]:
+    """Return what the answer to this message brings, on which side, and of how many steps."""
+    if isinstance(message, (int, Step, Reset, Rebuild)):
+        return "rows", 0, 0
+    if isinstance(message, RunFragment):
+        return "fragment", message.side, message.num_steps
+    return "nothing", 0, 0
