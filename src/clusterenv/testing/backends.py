@@ -121,8 +121,8 @@ class BackendContract:
     def test_every_node_runs_its_share(self, folder: Path) -> None:
         with self._make(folder) as envs:
             places = envs.call("place")
-            agents = {(place["where"], place["agent"]) for place in places}
-            assert len(agents) == self.nodes, f"{len(agents)} node agents have environments, not {self.nodes}"
+            number = len(_agents(places))
+            assert number == self.nodes, f"{number} node agents have environments, not {self.nodes}"
             assert not envs.stats()["missing_nodes"]
 
     def test_step_equals_sync_vector_env(self, folder: Path) -> None:
@@ -157,7 +157,7 @@ class BackendContract:
             )
             assert truncations[on_it].all() and not terminations.any() and not rewards[on_it].any()
             assert (obs[~on_it] == 2).all(), "the environments of other workers went on"
-            _step_until(envs, lambda: _is_complete(envs) and envs.call("place")[0]["worker"] != killed)
+            _step_until(envs, lambda: all(place["worker"] != killed for place in _places(envs) or before))
             assert "node_lost" not in _kinds(envs), "a worker was killed, not a node"
 
     def test_a_killed_node_is_replaced(self, folder: Path) -> None:
@@ -168,9 +168,15 @@ class BackendContract:
             lost = _step_until(envs, lambda: _kinds(envs).count("node_joined") == self.nodes + 1)
             on_it = {slot for slot, agent in enumerate(agents) if agent == agents[0]}
             assert "node_lost" in _kinds(envs) and lost <= on_it, f"slots {lost} were lost, the node had {on_it}"
-            _step_until(envs, lambda: _is_complete(envs) and not envs.stats()["missing_nodes"])
-            after = envs.call("place")
-            assert all((place["where"], place["agent"]) != agents[0] for place in after), "the old node is still there"
+            after: Sequence[dict[str, Any]] = ()
+
+            def is_whole() -> bool:
+                nonlocal after
+                after = _places(envs)
+                return bool(after) and not envs.stats()["missing_nodes"]
+
+            _step_until(envs, is_whole)
+            assert agents[0] not in _agents(after), "the old node is still there"
             assert "transition_valid" not in envs.step(_actions(envs))[4], "all environments run again"
         self._await_nothing(folder, [*before, *after])
 
@@ -180,12 +186,12 @@ class BackendContract:
         with self._make(folder, max_nodes=self.max_nodes) as envs:
             _start(envs)
             envs.scale(self.max_nodes)
-            _step_until(envs, lambda: len(_agents(envs)) == self.max_nodes)
+            _step_until(envs, lambda: len(_agents(_places(envs))) == self.max_nodes)
             envs.scale(self.nodes)
-            _step_until(envs, lambda: len(_agents(envs)) == self.nodes)
-            _step_until(envs, lambda: "node_left" in _kinds(envs) and _is_complete(envs))
+            _step_until(envs, lambda: len(_agents(_places(envs))) == self.nodes)
+            _step_until(envs, lambda: "node_left" in _kinds(envs))
             assert "node_lost" not in _kinds(envs), envs.events()
-            places = envs.call("place")
+            places = _places(envs)
         self._await_nothing(folder, places)
 
     def test_close_is_bounded_and_leaves_nothing(self, folder: Path) -> None:
@@ -271,19 +277,17 @@ def _await(condition: Callable[[], bool], text: str, detail: Callable[[], Any] =
         time.sleep(0.1)
 
 
-def _is_complete(envs: ce.ClusterEnv) -> bool:
-    """Whether no environment waits to be made again: a call needs them all."""
+def _places(envs: ce.ClusterEnv) -> Sequence[dict[str, Any]]:
+    """Return where the environments are; nothing while one of them waits to be made again."""
     try:
-        envs.call("place")
+        places: Sequence[dict[str, Any]] = envs.call("place")
     except ce.WorkerLostError:
-        return False
-    return True
+        return ()
+    return places
 
 
-def _agents(envs: ce.ClusterEnv) -> set[tuple[str, int]]:
-    if not _is_complete(envs):
-        return set()
-    return {(place["where"], place["agent"]) for place in envs.call("place")}
+def _agents(places: Sequence[dict[str, Any]]) -> set[tuple[str, int]]:
+    return {(place["where"], place["agent"]) for place in places}
 
 
 def _kinds(envs: ce.ClusterEnv) -> list[str]:
