@@ -12,6 +12,7 @@ from clusterenv.testing.backends import BackendContract
 from namespace_cluster import pods
 
 
+@pytest.mark.network
 class TestLoopback(BackendContract):
     def make_backend(self, folder, **options):
         return ce.Loopback(folder=str(folder), **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar
 
 from gymnasium.vector import AutoresetMode
@@ -39,6 +39,7 @@ class Local:
             None leaves the environment variables alone.
         preload: modules that are imported once, before the workers are forked from that process, so that they
             share it. `("torch",)` pays for many workers that run a torch policy; one per core hardly notice.
+        network: deprecated; write `Loopback(nodes=...)`.
 
     Example:
         >>> import clusterenv as ce
@@ -51,21 +52,21 @@ class Local:
     workers: int | None = None
     threads_per_worker: int | None = 1
     preload: tuple[str, ...] = ()
+    network: InitVar[bool] = False
     is_remote: ClassVar[bool] = False
     allow_pickle: ClassVar[bool] = True
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Return a `Loopback` where an older script asks for `network=True`."""
-        network = options.pop("network", False)
-        if network is True:
-            named = dict(zip(("workers", "threads_per_worker", "preload"), args, strict=False))
-            return _loopback({**named, **options})
+        options |= zip(("workers", "threads_per_worker", "preload", "network"), args, strict=False)
+        if options.pop("network", False):
+            return _loopback(options)
         found = [name for name in _OF_NODES if name in options]
         if found:
             raise SpecError(f"Local({found[0]}=...) is about nodes, which are processes of Loopback(nodes=...)")
         return super().__new__(cls)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, network: bool) -> None:
         check_fields(self)
         expect("Local", "workers", self.workers, int | None, least=0)
         expect("Local", "threads_per_worker", self.threads_per_worker, int | None, least=1)
