@@ -29,8 +29,8 @@ import clusterenv as ce
 from clusterenv.backends import registry
 from clusterenv.backends.cluster import example_plan
 from clusterenv.backends.contract import ClusterBackend, CollectsGarbage, PrintsScript
+from clusterenv.backends.gc import remove
 from clusterenv.backends.remote import Remote
-from clusterenv.cli import main
 from clusterenv.testing.envs import KILL_NODE, KILL_WORKER, STEP, Fragile, where
 
 __all__ = ["BackendContract"]
@@ -213,7 +213,8 @@ class BackendContract:
             head.kill()
         places = json.loads(line)
         assert list(folder.glob("clusterenv-*")), "the run has no folder below the one that make_backend() was given"
-        assert main(["gc", "--folder", str(folder)]) == 0, "`clusterenv gc` failed"
+        said: list[str] = []
+        assert remove([folder], False, said.append) == (1, 0), f"`clusterenv gc` says: {said}"
         self._await_nothing(folder, places)
 
     def test_nodes_that_never_join(self, folder: Path) -> None:
