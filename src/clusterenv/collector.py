@@ -48,17 +48,17 @@ _FIRST_STATES = 64
 class Home(Protocol):
     """What a collector needs of the environments that it is attached to (`ClusterEnv`)."""
 
-    attached: Collector | None
-    is_remote: bool
-    allow_pickle: bool
-    known_packages: frozenset[str]
+    _attached: Collector | None
+    _is_remote: bool
+    _allow_pickle: bool
+    _known_packages: frozenset[str]
     """The user's own packages that the nodes were asked about when they joined."""
     single_observation_space: Space[Any]
     single_action_space: Space[Any]
 
-    @property
-    def pool(self) -> Pool: ...
-    def ready_to_collect(self, collector: Collector, call: str) -> None: ...
+    _pool: Pool
+
+    def _ready_to_collect(self, collector: Collector, call: str) -> None: ...
 
 
 class Collector:
@@ -82,7 +82,7 @@ class Collector:
         expect("collector", "prefetch", prefetch, bool)
         seed = None if seed is None else int(seed)
         self._envs = envs
-        self._pool = envs.pool
+        self._pool = envs._pool
         self.seed = seed
         self._on_loss: Literal["rerun", "mask"] = on_loss
         self._prefetch = prefetch
@@ -91,18 +91,18 @@ class Collector:
         prepared = self._policy.prepare(envs.single_observation_space, envs.single_action_space)
         emit(logging.INFO, f"policy recognised: {prepared.description}")
         try:
-            is_sent = envs.is_remote and envs.allow_pickle
-            recipe = carry(prepared.recipe, envs.known_packages) if is_sent else dumps(prepared.recipe)
+            is_sent = envs._is_remote and envs._allow_pickle
+            recipe = carry(prepared.recipe, envs._known_packages) if is_sent else dumps(prepared.recipe)
         except Exception as error:  # pickling runs user code (__reduce__), which may raise anything
             what = f"{type(error).__name__}: {why(error)}"
             raise PolicyError(f"the policy cannot be pickled, so it cannot travel to the workers: {what}") from error
         self._pool.need_packages(getattr(self._policy, "packages", ()))
         own_seed = secrets.randbits(128) if seed is None else seed
-        travels = recipe if envs.allow_pickle else named(self._policy)
+        travels = recipe if envs._allow_pickle else named(self._policy)
         self._attached = Attached(travels, prepared.family, prepared.mask, own_seed, tuple(info_keys))
         rule = Always() if sync is None else sync
         if codec is None:
-            codec = "auto" if envs.is_remote and isinstance(rule, APS) else "fp32"
+            codec = "auto" if envs._is_remote and isinstance(rule, APS) else "fp32"
         self._exchange = Exchange(self._policy, recipe, prepared.family, rule, max(self._pool.node_of) + 1, codec)
         self._is_recurrent = prepared.is_recurrent
         in_obs = prepared.mask in getattr(envs.single_observation_space, "spaces", {})
@@ -127,10 +127,10 @@ class Collector:
         expect("rollout", "num_steps", num_steps, int, least=1)
         expect("rollout", "timeout_s", timeout_s, float | None, least=0)
         expect("rollout", "copy", copy, bool)
-        self._envs.ready_to_collect(self, "rollout")
+        self._envs._ready_to_collect(self, "rollout")
         begin = time.perf_counter()
         desk = self._pool.desk
-        if desk.is_under_way and self._envs.attached is not self:
+        if desk.is_under_way and self._envs._attached is not self:
             raise UsageError("another collector's fragment is under way: take it with its rollout(), or reset() first")
         if desk.is_under_way and desk.num_steps != num_steps:
             raise UsageError(
@@ -182,7 +182,7 @@ class Collector:
     def _stream(
         self, num_steps: int, min_envs: int, max_staleness: int | None, queue: int, timeout_s: float | None
     ) -> Generator[Rollout, None, None]:
-        self._envs.ready_to_collect(self, "stream")
+        self._envs._ready_to_collect(self, "stream")
         desk = self._pool.desk
         if self._exchange.publisher.version < 0:
             self.publish()
@@ -295,8 +295,8 @@ class Collector:
         `max_lag`: what is older would be dropped, and nothing ever learned from it: pull, whatever the rule says.
         """
         desk = self._pool.desk
-        if self._envs.attached is not self:
-            self._envs.attached = self
+        if self._envs._attached is not self:
+            self._envs._attached = self
             self._exchange.forget()
             if self._exchange.codec == "auto" and not self._is_recurrent and self._attached.mask is None:
                 some = np.arange(min(self._pool.num_envs, _FIRST_STATES))
@@ -400,7 +400,7 @@ class Collector:
         expect("evaluate", "record", record, int, least=0)
         if record > episodes:
             raise refused("evaluate", "record", record, f"at most episodes={episodes}")
-        self._envs.ready_to_collect(self, "evaluate")
+        self._envs._ready_to_collect(self, "evaluate")
         if deterministic and isinstance(self._attached.family, Uniform):
             raise PolicyError("a random policy has no greedy action: evaluate(deterministic=False)")
         other, policy = None, self._policy
@@ -434,15 +434,15 @@ class Collector:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Versions and counters go on; actions come from the random streams of the slots' new incarnations."""
-        if self._envs.attached is self and self._pool.desk.is_under_way:
+        if self._envs._attached is self and self._pool.desk.is_under_way:
             raise UsageError(
                 "load_state_dict() while a fragment is under way (prefetch, or a call that timed out): "
                 "take it with rollout(), or reset() first"
             )
         self._exchange.publisher.resume(state["version"])
         self._attached = self._attached._replace(seed=state["seed"])
-        if self._envs.attached is self:
-            self._envs.attached = None  # what the workers have is of other versions, under the same numbers
+        if self._envs._attached is self:
+            self._envs._attached = None  # what the workers have is of other versions, under the same numbers
         self._tally.counts = dict(state["counts"])
 
     # -- looking ----------------------------------------------------------------------------------------------

@@ -1,19 +1,26 @@
 """One exception tree: every error says whose fault it is, which slot or worker, and what to do next.
 
-Errors that have a natural built-in parent inherit from it too, so that code written against Gymnasium
-(`except ValueError`) keeps working.
+Errors that have a natural parent among the built-in ones or Gymnasium's inherit from it too, so that code written
+against Gymnasium (`except ValueError`, `except ClosedEnvironmentError`) keeps working.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+
 __all__ = [
     "ClusterEnvError",
     "SpecError",
+    "ArgumentTypeError",
+    "SpacesError",
     "ActionError",
+    "ActionTypeError",
     "UsageError",
     "ClosedError",
+    "PendingCallError",
+    "NoPendingCallError",
     "EnvError",
     "PolicyError",
     "CrashLoopError",
@@ -45,16 +52,52 @@ class SpecError(ClusterEnvError, ValueError):
     """An argument is of the wrong kind or value, or the environments do not fit together (a thunk, their spaces)."""
 
 
+class ArgumentTypeError(SpecError, TypeError):
+    """An argument is of a type for which Gymnasium raises TypeError."""
+
+
+class SpacesError(SpecError, RuntimeError):
+    """The environments' spaces do not fit together."""
+
+
 class ActionError(ClusterEnvError, ValueError):
     """The actions do not fit the action space. No environment was stepped."""
+
+
+class ActionTypeError(ActionError, TypeError):
+    """The actions are not a batch at all. No environment was stepped."""
 
 
 class UsageError(ClusterEnvError, RuntimeError):
     """A call came at a moment when it has no meaning (step before reset, a step still in flight)."""
 
 
-class ClosedError(UsageError):
+class ClosedError(UsageError, ClosedEnvironmentError):
     """The environments were closed."""
+
+
+class PendingCallError(UsageError, AlreadyPendingCallError):
+    """A call came while another one is pending.
+
+    Attributes:
+        name: the pending one: "step" (from `send`), "rollout" or "stream".
+    """
+
+    def __init__(self, message: str, name: str) -> None:
+        UsageError.__init__(self, message)
+        self.name = name
+
+
+class NoPendingCallError(UsageError, NoAsyncCallError):
+    """Rows were asked for, and none are in flight.
+
+    Attributes:
+        name: the call that would have to be pending: "step".
+    """
+
+    def __init__(self, message: str, name: str) -> None:
+        UsageError.__init__(self, message)
+        self.name = name
 
 
 class EnvError(ClusterEnvError, RuntimeError):

@@ -1,6 +1,6 @@
 """When each call of `ClusterEnv` and `Collector` makes sense: a table of what is wrong with it in each phase. Pure.
 
-The phase follows from what the environments are doing (`ClusterEnv._phase`); nobody keeps it. A call that the table
+The phase follows from what the environments are doing (`CallGuard.phase`); nobody keeps it. A call that the table
 does not name for a phase is allowed in it.
 """
 
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["Phase", "refusal"]
+from clusterenv.errors import NoPendingCallError, PendingCallError, UsageError
+
+__all__ = ["Phase", "refusal", "refused"]
 
 
 class Phase(enum.Enum):
@@ -48,7 +50,20 @@ _REFUSED: dict[Phase, dict[str, str]] = {
 }
 
 
+_PENDING = {Phase.PARTIAL: "step", Phase.COLLECTING: "rollout", Phase.STREAMING: "stream"}
+"""Phase → the call that is pending in it."""
+
+
 def refusal(call: str, phase: Phase) -> str | None:
     """Return what is wrong with this call in this phase, with places for {slots} and {num_steps}; None: nothing."""
     text = _REFUSED[phase].get(call)
     return None if text is None else f"{call}() {text}"
+
+
+def refused(call: str, phase: Phase, text: str) -> UsageError:
+    """Return the error for a call that `refusal` has something against; `text` is its, with the places filled in."""
+    if call == "recv" and phase is not Phase.INTERRUPTED:
+        return NoPendingCallError(text, "step")
+    if phase in _PENDING:
+        return PendingCallError(text, _PENDING[phase])
+    return UsageError(text)

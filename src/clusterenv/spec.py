@@ -12,9 +12,10 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
+from gymnasium import Space
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, load_env_creator, parse_env_id
 from gymnasium.vector import VectorEnv
 
@@ -28,10 +29,12 @@ __all__ = [
     "Blueprint",
     "Delivered",
     "MakeFromSpec",
+    "ObservationMode",
     "Vector",
     "blueprint",
     "constructor_takes",
     "load_makers",
+    "own_spaces",
     "refuse_other",
 ]
 
@@ -57,6 +60,10 @@ class Delivered(NamedTuple):
     """Of those that the head had to send."""
 
 
+ObservationMode = Literal["same", "different"] | tuple[Space[Any], Space[Any]]
+"""All slots have one observation space, or spaces of one shape and dtype; or the pair (batched, single) to use."""
+
+
 @dataclass(frozen=True)
 class Blueprint:
     """How to build every slot's environment, ready to travel."""
@@ -73,6 +80,7 @@ class Blueprint:
     """The user's own packages that the payload names, for nodes that may not have them."""
     delivered: Delivered | None = None
     """On a node: those of them that it had to be told of or to be sent."""
+    observation_mode: ObservationMode = "same"
 
 
 class _Payload(NamedTuple):
@@ -284,3 +292,28 @@ def load_makers(
     if isinstance(makers, Vector):
         return makers
     return makers if isinstance(makers, list) else [makers] * num_envs
+
+
+def own_spaces(plan: Blueprint) -> tuple[Any, Any]:
+    """Make the environment of slot 0 in this process, and return its observation space and its action space.
+
+    A node can only describe a space of a class that is not Gymnasium's: the head unpickles nothing that a node sends.
+    """
+    if plan.is_named:
+        raise SpecError(
+            "allow_pickle=False: the environment has a space of a class that is not Gymnasium's, and only "
+            "pickle could carry it to the nodes; use Gymnasium's own spaces, or nodes that take code"
+        )
+    makers = load_makers(plan.payload, plan.num_envs, is_here=True)
+    if isinstance(makers, Vector):
+        raise SpecError("Vector(fn) takes Gymnasium's own spaces only: a custom one cannot travel from node to head")
+    try:
+        env = makers[0]()
+    except Exception as error:  # code of the user's
+        raise SpecError(
+            "the environment has a space of a class that is not Gymnasium's, so one environment is made in this "
+            f"process too, which failed: {type(error).__name__}: {error}"
+        ) from error
+    spaces = (env.observation_space, env.action_space)
+    env.close()
+    return spaces

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import clusterenv as ce
-from clusterenv.engine.health import LongCalls
-from clusterenv.engine.repairs import innermost_line
+from clusterenv.engine.health import innermost_line
+from clusterenv.engine.workers import Workers
 from toys import Trouble
 
 LOCAL, NETWORK = ce.Local(workers=2), ce.Loopback(nodes=2)
@@ -60,11 +60,11 @@ def test_an_environment_that_hangs_is_named_long_before_its_timeout(tmp_path, ba
 
 
 def test_a_warning_is_repeated_after_twice_the_time():
-    calls = LongCalls(2, 30.0)
-    assert not calls.is_due(0, 29.0) and calls.is_due(0, 30.5)
-    assert not calls.is_due(0, 31.0) and not calls.is_due(0, 59.0) and calls.is_due(0, 61.0)
-    assert calls.is_due(1, 31.0), "each worker for itself"
-    assert not LongCalls(1, None).is_due(0, 1e9)
+    first, second = Workers([[0], [1]], [0, 0], 30.0)
+    assert not first.is_warning_due(29.0) and first.is_warning_due(30.5)
+    assert not first.is_warning_due(31.0) and not first.is_warning_due(59.0) and first.is_warning_due(61.0)
+    assert second.is_warning_due(31.0), "each worker for itself"
+    assert not Workers([[0]], [0], None)[0].is_warning_due(1e9)
 
 
 def test_the_line_is_that_of_the_main_thread():

@@ -39,7 +39,7 @@ class Session:
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 patch.setattr(self.envs._pool, "deliver_all", interrupt)
                 self.envs.step(ZEROS)
-        assert self.envs._phase is phase
+        assert self.envs._guard.phase is phase
 
     def call(self, name):
         envs, collector = self.envs, self.collector
@@ -110,8 +110,8 @@ def follow(session, advice):
     """Do what a text advises; where that is refused, do what that text advises first."""
     if advice == "close":
         session.stream.close()
-    elif session.envs._phase is not Phase.PARTIAL or advice != "send":
-        first = REFUSED[session.envs._phase].get(advice)
+    elif session.envs._guard.phase is not Phase.PARTIAL or advice != "send":
+        first = REFUSED[session.envs._guard.phase].get(advice)
         if first is not None:
             follow(session, first)
         session.call(advice)

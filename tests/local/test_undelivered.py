@@ -15,6 +15,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import clusterenv as ce
+from clusterenv.engine.slots import Env
 from toys import Trouble
 
 N = 4
@@ -185,7 +186,7 @@ def test_a_rebuilt_environment_does_not_hide_the_loss_before_it(tmp_path):
     os.kill(envs.stats()["worker_pids"][0], signal.SIGKILL)
     wait_for(lambda: envs._pool.turn(None) or "worker_lost" in envs._events.counts)
     envs._pool.bring_back(0)
-    wait_for(lambda: envs._pool.turn(None) or envs._pool._losses.held.keys() >= {0, 1})
+    wait_for(lambda: envs._pool.turn(None) or all(envs._pool._state.slots.env(slot) is Env.HELD for slot in (0, 1)))
     obs, rewards, _, truncations, infos = envs.step(ZEROS)
     assert np.array_equal(obs[:2], last[:2]) and truncations.tolist() == [True, True, False, False]
     assert not infos["transition_valid"][:2].any() and rewards[:2].tolist() == [0.0, 0.0]

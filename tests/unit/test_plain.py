@@ -411,9 +411,7 @@ class Odd(spaces.Space):
 
 
 def test_space_classes_that_are_not_gymnasiums_are_refused_by_name():
-    built = messages.Built(
-        1, spaces.Dict(a=spaces.Tuple([spaces.Discrete(2), Halves(0, 1)])), None, {}, None, None, None, []
-    )
+    built = messages.Built(1, spaces.Dict(a=spaces.Tuple([spaces.Discrete(2), Halves(0, 1)])), None, {}, None, [], [])
     with pytest.raises(
         NotPlainError, match=r"^\.observation_space\['a'\]\[1\] is a test_plain\.Halves and cannot travel"
     ):
@@ -487,7 +485,7 @@ def sample_messages() -> list[Any]:
             4, [], result=[messages.Episode(n, 1.5, n, [np.full((2, 2, 3), n, np.uint8)]) for n in range(5)]
         ),
         messages.Reply(5, [4], result=messages.Acted([4], rng.random((1, 2)), rng.random(1), 3)),
-        messages.Built(6, space, spaces.Discrete(4, start=-1), {"render_fps": 7}, None, 1, (space, space), [fault]),
+        messages.Built(6, space, spaces.Discrete(4, start=-1), {"render_fps": 7}, None, [(1, space, space)], [fault]),
     ]
 
 

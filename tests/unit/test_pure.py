@@ -7,15 +7,14 @@ import pickle
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
 from hypothesis import given
 from hypothesis import strategies as st
 
 import clusterenv as ce
 from clusterenv.backends.local import split
-from clusterenv.engine.health import HangWatch, PaceWatch
+from clusterenv.engine.health import PaceWatch
 from clusterenv.engine.places import Shelf
-from clusterenv.engine.slots import Losses, Seen
+from clusterenv.engine.workers import Workers
 from clusterenv.events import Event
 from clusterenv.memory.rows import assemble, flatten, leaves_of, make_layout
 from clusterenv.recovery import RestartBook
@@ -127,61 +126,12 @@ def test_errors_survive_a_process_pool(error):
 # -- losses -----------------------------------------------------------------------------------------------------
 
 
-def seen(**changed):
-    usual = {
-        "started": True,
-        "ended": False,
-        "awaited": True,
-        "resetting": False,
-        "ready": False,
-        "ready_ends": False,
-        "ready_is_loss": False,
-    }
-    return Seen(**{**usual, **changed})
-
-
-@pytest.mark.parametrize(
-    ("mode", "what", "tells", "is_due", "is_lost"),
-    [
-        (AutoresetMode.NEXT_STEP, seen(), True, False, True),
-        (AutoresetMode.DISABLED, seen(), True, False, True),
-        (AutoresetMode.SAME_STEP, seen(), False, True, True),
-        (AutoresetMode.NEXT_STEP, seen(awaited=False), False, False, True),
-        (AutoresetMode.NEXT_STEP, seen(ended=True), False, True, False),
-        (AutoresetMode.NEXT_STEP, seen(resetting=True), False, True, False),
-        (AutoresetMode.NEXT_STEP, seen(ready=True), False, False, True),
-        (AutoresetMode.NEXT_STEP, seen(ready=True, ready_ends=True), False, False, False),
-        (AutoresetMode.SAME_STEP, seen(ready=True, ready_ends=True), False, False, True),
-        (AutoresetMode.NEXT_STEP, seen(ready=True, ready_is_loss=True), False, False, False),
-        (AutoresetMode.DISABLED, seen(ready=True, ready_ends=True), False, False, False),
-        (AutoresetMode.NEXT_STEP, seen(started=False), False, False, False),
-    ],
-)
-def test_what_a_loss_means(mode, what, tells, is_due, is_lost):
-    losses = Losses(mode)
-    assert losses.settle(3, "why", 10.0, 9.0, what) == tells
-    assert (losses.start_due([3], 10.0) == [3]) == is_due and (3 in losses.lost) == is_lost
-    assert losses.start_due([3], 9.5) == [], "not before its backoff is over"
-
-
-def test_a_rebuild_is_asked_for_once():
-    losses = Losses(AutoresetMode.NEXT_STEP)
-    losses.slot_gone(1, 0.0)
-    losses.bring_back(1)
-    assert losses.start_due([0, 1], 0.0) == [1]
-    losses.rebuild([1])
-    losses.bring_back(1)
-    assert losses.start_due([0, 1], 5.0) == []
-    losses.rebuilt([1], [1])
-    assert not losses
-
-
 def test_who_hangs_and_who_is_slow():
-    watch = HangWatch(2)
-    watch.began(0, 100.0)
-    assert watch.stuck_s(0, (3, 2, 0), 100.2) == 0.0
-    assert watch.stuck_s(0, (3, 2, 0), 101.0) == pytest.approx(0.8)
-    assert watch.stuck_s(0, (4, 2, 0), 101.5) == 0.0
+    worker = Workers([[0], [1]], [0, 0], None)[0]
+    worker.asked(100.0)
+    assert worker.stuck_s((3, 2, 0), 100.2) == 0.0
+    assert worker.stuck_s((3, 2, 0), 101.0) == pytest.approx(0.8)
+    assert worker.stuck_s((4, 2, 0), 101.5) == 0.0
     pace = PaceWatch()
     times = np.array([0.01, 0.011, 0.012, 0.2, 0.0])
     assert [slot for slot, _ in pace.newly_slow(times)] == [3] and pace.newly_slow(times) == []

@@ -116,7 +116,7 @@ def start(
             other=remote.other_infos,
             stop=stop,
         )
-        return Pool(crew, slots_of, mode, recovery, is_vector=blueprint.is_vector, events=events, node_of=seat_of)
+        return Pool(crew, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=seat_of)
     except BaseException:
         head.close()
         stop(time.monotonic() + _CLEAN_UP_S)

@@ -76,7 +76,7 @@ class Local:
         if self.workers == 0:
             inline = InlineCrew(blueprint, mode, recovery.check)
             slots = [list(range(n))]
-            return Pool(inline, slots, mode, recovery, is_vector=blueprint.is_vector, events=events)
+            return Pool(inline, slots, mode, recovery, blueprint=blueprint, events=events)
         workers = self.workers or min(usable_cores(), n)
         if workers > n:
             emit(
@@ -90,7 +90,7 @@ class Local:
         crew = ProcessCrew(
             blueprint, workers, mode, recovery.check, self.threads_per_worker, spin_s, slots_of, tuple(self.preload)
         )
-        return Pool(crew, slots_of, mode, recovery, is_vector=blueprint.is_vector, events=events)
+        return Pool(crew, slots_of, mode, recovery, blueprint=blueprint, events=events)
 
 
 def _loopback(options: dict[str, Any]) -> Any:

@@ -1,50 +1,65 @@
-"""Who hangs, and who is slow: pure judgements over progress words, step times and a clock."""
+"""Who hangs, and who is slow: judgements over the workers' progress, step times and a clock. Pure."""
 
 from __future__ import annotations
 
-import math
+import re
 from typing import Any
 
 import numpy as np
 
-__all__ = ["HangWatch", "LongCalls", "PaceWatch"]
+from clusterenv.engine.instructions import Instruction, Kill, TraceStack
+from clusterenv.engine.requests import Requests
+from clusterenv.engine.workers import Progress, Workers, WorkerState
+from clusterenv.events import Event
+from clusterenv.recovery import Recovery
+from clusterenv.worker.envs import PHASES
+
+__all__ = ["Health", "PaceWatch", "innermost_line"]
 
 _SLOW_FACTOR = 5.0
 _SLOW_S = 0.001
 """Below this a step's time is the scheduler's noise, not the environment's."""
 
 
-class HangWatch:
-    """Since when each worker shows the same progress."""
+class Health:
+    """Workers that have something to do and do not get on with it."""
 
-    def __init__(self, workers: int) -> None:
-        self._seen: list[tuple[Any, float]] = [((), 0.0)] * workers
+    def __init__(self, workers: Workers, requests: Requests, recovery: Recovery) -> None:
+        self._workers = workers
+        self._requests = requests
+        self._recovery = recovery
 
-    def began(self, worker: int, now_s: float) -> None:
-        """It was given something to do."""
-        self._seen[worker] = ((), now_s)
+    def watched(self) -> list[int]:
+        """Return the workers whose progress `watch` wants to know."""
+        is_busy = self._requests.is_busy
+        return [w.index for w in self._workers if w.state is WorkerState.RUNNING and is_busy(w.index)]
 
-    def stuck_s(self, worker: int, progress: tuple[int, int, int], now_s: float) -> float:
-        seen, since = self._seen[worker]
-        if progress != seen:
-            self._seen[worker] = (progress, now_s)
-            return 0.0
-        return now_s - since
+    def watch(self, index: int, at: Progress, now_s: float) -> Instruction | None:
+        """Have a worker killed that has not moved for too long; before that, ask where it is."""
+        worker, phase = self._workers[index], PHASES[at[1]]
+        stuck_s, limit_s = worker.stuck_s(at, now_s), self._recovery.timeout_s(phase)
+        if limit_s is not None and stuck_s > limit_s:
+            worker.killed(f"hung for {stuck_s:.1f} s ({phase}_timeout_s={limit_s})")
+            return Kill(index)
+        return TraceStack(index) if at[0] >= 0 and worker.is_warning_due(stuck_s) else None
+
+    def long_call(self, index: int, stack: str, at: Progress, now_s: float) -> Event | None:
+        """Return a warning of a worker that has been in one call for long; `stack` says where. None: it went on."""
+        slot, phase, _ = at
+        stuck_s, limit_s = self._workers[index].stuck_s(at, now_s), self._recovery.timeout_s(PHASES[phase])
+        if stuck_s == 0.0:
+            return None
+        limit = "no limit" if limit_s is None else f"{PHASES[phase]}_timeout_s={limit_s:g}"
+        place = innermost_line(stack)
+        reason = f"worker {index} has been in one call for {stuck_s:.0f} s ({limit}){' at ' * bool(place)}{place}"
+        return Event("long_call", reason, (slot,), index, PHASES[phase], detail=stack)
 
 
-class LongCalls:
-    """Whose call takes so long that the user should know, long before a timeout ends it."""
-
-    def __init__(self, workers: int, warn_after_s: float | None) -> None:
-        self._warn_after_s = [math.inf if warn_after_s is None else warn_after_s] * workers
-
-    def is_due(self, worker: int, stuck_s: float) -> bool:
-        """Whether to warn now. The next warning of the same worker takes twice as long: it may just be slow."""
-        if stuck_s <= self._warn_after_s[worker]:
-            return False
-        while self._warn_after_s[worker] < stuck_s:
-            self._warn_after_s[worker] *= 2
-        return True
+def innermost_line(stack: str) -> str:
+    """Return the line of a faulthandler text in which the main thread is: "env.py:12 in step"; empty without one."""
+    _, _, current = stack.partition("Current thread ")
+    found = re.search(r'File "(.*)", line (\d+) in (.*)', current)
+    return f"{found[1]}:{found[2]} in {found[3]}" if found else ""
 
 
 class PaceWatch:

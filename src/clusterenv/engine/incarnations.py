@@ -30,10 +30,10 @@ class Lives:
         sequence = np.random.SeedSequence((abs(self._bases[slot]), slot, self.incarnations[slot]))
         return int(sequence.generate_state(1, np.uint32)[0] >> 1)
 
-    def remember_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def remember_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], slots: Iterable[int]) -> None:
         self.stickies_epoch += 1
-        for stickies in self.stickies:
-            stickies.append(Sticky(name, args, kwargs, True))
+        for slot in slots:
+            self.stickies[slot].append(Sticky(name, args, kwargs, True))
 
     def remember_attribute(self, name: str, values: dict[int, Any]) -> None:
         self.stickies_epoch += 1

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium import Space
 
-from clusterenv.engine.slots import Loss
+from clusterenv.engine.slots import Episode, Loss, Row
 from clusterenv.memory.rows import Buffers, assemble, flatten
 from clusterenv.wire import infos as info_columns
 from clusterenv.wire.infos import Columns
@@ -83,6 +83,26 @@ class Delivery:
         """Whether the undelivered side of any of these slots holds a row that waits for delivery."""
         return bool((self.ready[slots] & ~self.is_loss[slots]).any())
 
+    def row(self, slot: int, together: list[int]) -> Row:
+        """Return what the user waits for of this slot; `together`: the slots that step and end with it."""
+        if self.is_loss[slot]:
+            return Row.READY_LOSS
+        if self.ready[slot]:
+            return Row.READY_ENDING if all(map(self.has_ended, together)) else Row.READY
+        if slot in self.resetting:
+            return Row.RESETTING
+        return Row.AWAITED if self.awaited[slot] else Row.IDLE
+
+    def episode(self, slot: int, together: list[int]) -> Episode:
+        if not self.started[slot]:
+            return Episode.NONE
+        return Episode.ENDED if all(map(self.has_ended, together)) else Episode.RUNNING
+
+    def give_up(self, slot: int) -> None:
+        """Nobody waits for this slot's row any more: an exception reports what became of it."""
+        self.awaited[slot] = self.started[slot] = False
+        self.resetting.pop(slot, None)
+
     def take_rows(self, reply: Reply) -> None:
         """What lies beside the shared memory."""
         self.take_objects(reply)
@@ -92,14 +112,14 @@ class Delivery:
     def take_objects(self, reply: Reply) -> None:
         self._next_objects.update(reply.objects or ())
 
-    def tell_loss(self, slot: int, loss: Loss) -> None:
+    def report_loss(self, slot: int, loss: Loss) -> None:
         """Report that the episode was lost: reward 0, truncated, the last delivered observation again."""
         self._lost_rows[slot] = loss
         self.is_loss[slot] = True
         self.mark_ready([slot])
 
-    def begin_again(self, slot: int, columns: Columns, lost: Loss | None) -> None:
-        """The first row of a new incarnation becomes the row that the user awaits; SAME_STEP: it tells the loss too."""
+    def first_row(self, slot: int, columns: Columns, lost: Loss | None) -> None:
+        """The first row of a new incarnation is the awaited row; under SAME_STEP it reports the loss too."""
         if lost is not None:
             last = self.peek_obs(np.array([slot]))
             final = {"final_obs": _first(self._space, last), "final_info": {}}

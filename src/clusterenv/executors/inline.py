@@ -5,6 +5,7 @@ Same face as `ProcessCrew`; requests are carried out at once, and no timeout end
 
 from __future__ import annotations
 
+import copy
 import mmap
 from typing import Any
 
@@ -99,12 +100,18 @@ class InlineCrew:
         if isinstance(message, Close):
             return  # `close` does it
         try:
-            reply = self._dispatchers[index].handle(message, lambda part: self._events.append((index, part)))
+            reply = self._dispatchers[index].handle(message, lambda part: self._answer(index, part))
         except BaseException:  # Ctrl-C within an environment: what state it is in, nobody knows
             self._events.append((index, Exit("was interrupted", "", Cause.INTERRUPTED)))
             raise
         if reply is not None:
-            self._events.append((index, reply))
+            self._answer(index, reply)
+
+    def _answer(self, index: int, reply: Any) -> None:
+        if isinstance(reply, Reply) and reply.objects:
+            # Nothing is pickled here, and an environment may go on to change what it returned.
+            reply = reply._replace(objects=copy.deepcopy(reply.objects))
+        self._events.append((index, reply))
 
     def wait(self, timeout_s: float) -> list[tuple[int, Any]]:
         events, self._events = self._events, []

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from gymnasium import Space, spaces
 
-__all__ = ["Buffers", "Layout", "Leaf", "assemble", "flatten", "leaves_of", "make_layout"]
+__all__ = ["Buffers", "Layout", "Leaf", "assemble", "flatten", "has_room", "leaves_of", "make_layout"]
 
 _FIXED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 _ALIGN = 64
@@ -100,14 +100,27 @@ def _arrays(layout_obs: tuple[Leaf, ...], actions: tuple[Leaf, ...], n: int) -> 
     return fixed
 
 
-def make_layout(observation_space: Space[Any], action_space: Space[Any], num_envs: int) -> Layout:
+def make_layout(observation_space: Space[Any], action_space: Space[Any], num_envs: int, is_same: bool = True) -> Layout:
+    """Lay the rows out. `is_same`: every slot has this observation space; else only its shapes and dtypes."""
     obs, actions = tuple(leaves_of(observation_space)), tuple(leaves_of(action_space))
+    if not is_same:
+        obs = tuple(_unbounded(leaf) for leaf in obs)
     offsets, end = [], 0
     for shape, dtype in _arrays(obs, actions, num_envs):
         offsets.append(end)
         end += int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         end += -end % _ALIGN
     return Layout(num_envs, obs, actions, tuple(offsets), max(end, mmap.PAGESIZE))
+
+
+def has_room(leaves: tuple[Leaf, ...], space: Space[Any]) -> bool:
+    """Return whether observations of this space fit a layout with these leaves, bounds included where it has some."""
+    own = tuple(leaves_of(space))
+    return own == leaves or tuple(map(_unbounded, own)) == leaves
+
+
+def _unbounded(leaf: Leaf) -> Leaf:
+    return replace(leaf, low=None, high=None)
 
 
 class Buffers:

@@ -71,7 +71,7 @@ class Virtual:
         crew = _VirtualCrew(blueprint, mode, recovery.check, list(self.periods or (1.0,) * self.nodes))
         slots_of = split(blueprint.num_envs, self.nodes)
         nodes = list(range(self.nodes))
-        return Pool(crew, slots_of, mode, recovery, is_vector=blueprint.is_vector, events=events, node_of=nodes)
+        return Pool(crew, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=nodes)
 
 
 class _VirtualCrew(InlineCrew):

@@ -47,6 +47,7 @@ from clusterenv.wire.requests import (
     Step,
     Sticky,
 )
+from clusterenv.wire.spaces import DescribedSpace, portable
 
 __all__ = [
     "FrameReader",
@@ -58,6 +59,7 @@ __all__ = [
     "open_request",
     "plain",
     "with_plain_infos",
+    "with_portable_spaces",
 ]
 
 _HEAD = struct.Struct("<IB")
@@ -105,6 +107,14 @@ def with_plain_infos(result: FragmentResult) -> FragmentResult:
     return result._replace(infos=infos, episodes=episodes, not_sent=not_sent[0] if not_sent else "")
 
 
+def with_portable_spaces(built: Built) -> Built:
+    """Describe the spaces that cannot travel."""
+    others = [(slot, portable(observation), portable(action)) for slot, observation, action in built.others]
+    return built._replace(
+        observation_space=portable(built.observation_space), action_space=portable(built.action_space), others=others
+    )
+
+
 @cache
 def plain() -> Any:
     """The codec of what workers answer."""
@@ -114,7 +124,7 @@ def plain() -> Any:
     from clusterenv.wire.infos import Column
     from clusterenv.wire.plain import Codec
 
-    structs = [Reply, Fault, Built, FragmentResult, Finals, DriftSamples, MissingKeys, Acted, Episode]
+    structs = [Reply, Fault, Built, DescribedSpace, FragmentResult, Finals, DriftSamples, MissingKeys, Acted, Episode]
     return Codec([*structs, Column, GraphInstance], [AutoresetMode])
 
 
@@ -124,8 +134,12 @@ def encode(message: NamedTuple) -> bytes:
         return compact
     try:
         body = pickle.dumps(message, 5)
-    except Exception:  # classes of the user's __main__, lambdas: cloudpickle takes them by value
-        body = cloudpickle.dumps(message, 5)
+        # By name, a class of the user's script is found here, but not in a worker, whose __main__ is another.
+        is_by_name = b"__main__" in body
+    except Exception:  # lambdas, and such classes on their way back
+        is_by_name = True
+    if is_by_name:
+        body = cloudpickle.dumps(message, 5)  # by value
     return _HEAD.pack(len(body) + 1, _PICKLED) + body
 
 

@@ -248,9 +248,8 @@ class Built(NamedTuple):
     action_space: Any
     metadata: dict[str, Any]
     render_mode: str | None
-    odd_slot: int | None
-    """First slot whose spaces differ from those of this worker's first slot."""
-    odd_spaces: Any
+    others: list[tuple[int, Any, Any]]
+    """(slot, observation space, action space) where these differ from those of this worker's first slot."""
     faults: list[Fault]
 
 

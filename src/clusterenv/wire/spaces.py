@@ -1,7 +1,7 @@
 """Gymnasium's spaces as plain parts, and back; pure.
 
 Only the classes below, never their subclasses: a space that comes back as another class accepts other values.
-The state of a space's random generator does not travel.
+The state of a space's random generator does not travel. A space of any other class is described (`portable`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium import Space, spaces
 
-__all__ = ["KINDS", "Kind", "cost"]
+__all__ = ["KINDS", "DescribedSpace", "Kind", "cost", "describe", "is_known", "portable"]
 
 Parts = list[tuple[str, Any]]
 """What a space is made of, each with how an error's path calls it."""
@@ -178,3 +178,49 @@ KINDS: dict[type[Space[Any]], Kind] = {
     spaces.Sequence: Kind(lambda s: [(".feature_space", s.feature_space), (".stack", s.stack)], _build_sequence),
     spaces.Graph: Kind(lambda s: [(".node_space", s.node_space), (".edge_space", s.edge_space)], _build_graph),
 }
+
+
+class DescribedSpace(NamedTuple):
+    """Stands for a space whose class, or that of a space within it, is not one of the above."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def is_known(space: Any) -> bool:
+    """Return whether the space, and each within it, is of one of the classes above."""
+    return type(space) in KINDS and all(map(is_known, _within(space)))
+
+
+def portable(space: Any) -> Any:
+    """Return the space if it can travel, else its description."""
+    return describe(space) if isinstance(space, Space) and not is_known(space) else space
+
+
+def describe(space: Any) -> DescribedSpace:
+    """Return what equal spaces have in common, in whatever process: names of classes, and texts where they have any."""
+    name = f"{type(space).__module__}.{type(space).__qualname__}"
+    inner = _within(space)
+    if inner and type(space) in KINDS:
+        keys = list(getattr(space, "spaces", ())) if isinstance(space, spaces.Dict) else [""] * len(inner)
+        parts = [f"{key}{': ' * bool(key)}{describe(part)}" for key, part in zip(keys, inner, strict=True)]
+        return DescribedSpace(f"{type(space).__name__}({', '.join(parts)})")
+    if type(space) in KINDS:
+        return DescribedSpace(f"{space}")
+    # The default text holds an address, which is another one in every process.
+    has_text = any(name in vars(kind) for kind in type(space).__mro__[:-1] for name in ("__repr__", "__str__"))
+    return DescribedSpace(f"{name} {space}" if has_text else name)
+
+
+def _within(space: Any) -> list[Any]:
+    if isinstance(space, spaces.Dict):
+        return list(space.spaces.values())
+    if isinstance(space, (spaces.Tuple, spaces.OneOf)):
+        return list(space.spaces)
+    if isinstance(space, spaces.Sequence):
+        return [space.feature_space]
+    if isinstance(space, spaces.Graph):
+        return [space.node_space] if space.edge_space is None else [space.node_space, space.edge_space]
+    return []

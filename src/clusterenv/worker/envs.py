@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, iterate
 
-from clusterenv.memory.rows import Buffers, assemble, bad_rows, block_writer, finite_checker, leaves_of, row_writer
+from clusterenv.memory.rows import Buffers, assemble, bad_rows, block_writer, finite_checker, has_room, row_writer
 from clusterenv.spec import refuse_other
 from clusterenv.wire import infos as info_columns
 from clusterenv.wire.requests import Build, Built, Call, Fault, Rebuild, Reply, Reset, SetAttr, Step, Sticky
@@ -74,28 +74,22 @@ class EnvGroup:
         self._incarnations = [0] * count
         self.began = [0] * count
         if not request.make:
-            return Built(request.request, None, None, {}, None, None, None, [])
+            return Built(request.request, None, None, {}, None, [], [])
+        spaces: tuple[Any, Any] = (None, None)
+        others: list[tuple[int, Any, Any]] = []
         for slot in slots:
             try:
                 self._make(slot, [])
+                env = self.envs[slot - self.first]
+                its = (env.observation_space, env.action_space)
+                if slot == self.first:
+                    spaces = its
+                elif its != spaces:  # may be code of the user's
+                    others.append((slot, *its))
             except Caught as error:
-                return Built(request.request, None, None, {}, None, None, None, [self.fault(slot, INIT, error)])
+                return Built(request.request, None, None, {}, None, [], [self.fault(slot, INIT, error)])
         env = self.envs[0]
-        odd_slot, odd = None, None
-        for slot, other in zip(slots[1:], self.envs[1:], strict=True):
-            if (other.observation_space, other.action_space) != (env.observation_space, env.action_space):
-                odd_slot, odd = slot, (other.observation_space, other.action_space)
-                break
-        return Built(
-            request.request,
-            env.observation_space,
-            env.action_space,
-            dict(env.metadata),
-            env.render_mode,
-            odd_slot,
-            odd,
-            [],
-        )
+        return Built(request.request, *spaces, dict(env.metadata), env.render_mode, others, [])
 
     def _make(self, slot: int, stickies: list[Sticky]) -> None:
         k = slot - self.first
@@ -339,7 +333,7 @@ class EnvGroup:
                     self._drop(k)
                     self._incarnations[k] = request.incarnations[i]
                     self._make(slot, request.stickies[i])
-                    if tuple(leaves_of(self.envs[k].observation_space)) != buffers.layout.obs:
+                    if not has_room(buffers.layout.obs, self.envs[k].observation_space):
                         raise ValueError(
                             f"the new environment has another observation space: {self.envs[k].observation_space}"
                         )

@@ -22,8 +22,16 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.errors import NotPlainError
 from clusterenv.system.orphans import become_subreaper
-from clusterenv.wire.channel import FrameReader, encode, encode_plain, encode_quick, open_request, with_plain_infos
-from clusterenv.wire.requests import Close, Fault, FragmentResult, Reply
+from clusterenv.wire.channel import (
+    FrameReader,
+    encode,
+    encode_plain,
+    encode_quick,
+    open_request,
+    with_plain_infos,
+    with_portable_spaces,
+)
+from clusterenv.wire.requests import Built, Close, Fault, FragmentResult, Reply
 from clusterenv.worker.dispatch import Dispatcher
 
 __all__ = ["BELL", "PROGRESS_BYTES", "STACK_SIGNAL", "SharedMemory", "run"]
@@ -145,6 +153,8 @@ def _seed_global_generators() -> None:
 
 
 def _for_network(reply: Any, other: Literal["refuse", "repr"]) -> bytes:
+    if isinstance(reply, Built):
+        reply = with_portable_spaces(reply)
     try:
         return encode_plain(reply, other)
     except NotPlainError as error:

@@ -38,11 +38,11 @@ class VectorGroup:
         self._calls = np.zeros(len(self._slots), dtype=np.int64)
         self._over = np.zeros(len(self._slots), dtype=np.bool_)
         if not request.make:
-            return Built(request.request, None, None, {}, None, None, None, [])
+            return Built(request.request, None, None, {}, None, [], [])
         try:
             self._make(request.seeds, [])
         except Caught as error:
-            return Built(request.request, None, None, {}, None, None, None, self._faults(INIT, error))
+            return Built(request.request, None, None, {}, None, [], self._faults(INIT, error))
         venv = self._venv
         assert venv is not None
         return Built(
@@ -51,8 +51,7 @@ class VectorGroup:
             venv.single_action_space,
             dict(venv.metadata),
             venv.render_mode,
-            None,
-            None,
+            [],
             [],
         )
 

@@ -11,8 +11,9 @@ import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector.utils import batch_space, iterate
 
-from clusterenv.errors import ActionError
+from clusterenv.errors import ActionError, ActionTypeError
 from clusterenv.memory.rows import Leaf, flatten, leaves_of
+from clusterenv.wire.spaces import is_known
 
 __all__ = ["ActionReader"]
 
@@ -26,10 +27,26 @@ class ActionReader:
         self._num_envs = num_envs
         self._check = check
         self._leaves = leaves_of(space)
-        self._bounds = [_bounds(sub) for sub in _leaf_spaces(space)]
+        self._leaf_spaces = _leaf_spaces(space)
+        self._bounds = [_bounds(sub) for sub in self._leaf_spaces]
+        self._are_shared = all(leaf.dtype is not None for leaf in self._leaves)
         only = self._leaves[0]
         self._discrete = np.dtype(only.dtype) if not only.path and only.low is not None else None
         self._low, self._high = only.low, only.high
+
+    def place(self, actions: Any, slots: list[int] | None, shared: list[Any]) -> list[Any] | None:
+        """Check actions for these slots (None: all) and write them into shared arrays, one per leaf.
+
+        Spaces without a fixed size have no such arrays: their actions are returned, one per slot.
+        """
+        if not self._are_shared:
+            return self.objects(actions, list(range(self._num_envs)) if slots is None else slots)
+        for target, array in zip(shared, self.arrays(actions, slots), strict=True):
+            if slots is None:
+                target[...] = array
+            else:
+                target[slots] = array
+        return None
 
     def objects(self, actions: Any, slots: list[int]) -> list[Any]:
         """One action per slot, for spaces that have no fixed size."""
@@ -42,9 +59,19 @@ class ActionReader:
             raise ActionError(f"{len(items)} actions for {len(slots)} environments")
         if self._check:
             for slot, item in zip(slots, items, strict=True):
-                if not self._space.contains(item):
-                    raise ActionError(f"the action of slot {slot} is not in {self._space}: {item!r}")
+                self._refuse_outside(item, slot)
         return items
+
+    def _refuse_outside(self, action: Any, slot: int) -> None:
+        try:
+            values = list(flatten(self._space, action))
+        except (TypeError, ValueError, KeyError, IndexError) as error:
+            raise ActionError(f"the action of slot {slot} is not in {self._space}: {action!r}") from error
+        for leaf, space, value in zip(self._leaves, self._leaf_spaces, values, strict=True):
+            # Gymnasium asks no custom space what it contains, so it may be of no use to ask.
+            if is_known(space) and not space.contains(value):
+                where = f"actions{leaf.name} of slot {slot}" if leaf.path else f"the action of slot {slot}"
+                raise ActionError(f"{where} is not in {space}: {value!r}")
 
     def arrays(self, actions: Any, slots: list[int] | None) -> list[Any]:
         """One array [n, ...] per leaf."""
@@ -78,7 +105,8 @@ class ActionReader:
         except (TypeError, ValueError, RuntimeError) as error:  # a tensor on a GPU, ragged lists
             raise ActionError(f"actions{leaf.name} cannot become a numpy array: {error}") from error
         if array.shape != (n, *leaf.shape):
-            raise ActionError(
+            kind = ActionError if array.shape else ActionTypeError  # as Gymnasium, which cannot iterate over a number
+            raise kind(
                 f"actions{leaf.name} has shape {array.shape}, expected {(n, *leaf.shape)}: "
                 f"one action of shape {leaf.shape} for each of {n} environments"
             )

@@ -1,0 +1,270 @@
+"""The engine: everything that the head decides about a run, without any I/O. Time comes in, instructions go out.
+
+The driver asks (`step`, `reset`, `call`, ...), hands over what the executor heard (`receive`), and carries out what is
+in `state.out`. Each fact has one owner: slots, workers, requests, rows, incarnations (`State`); `Failures` changes
+several of them when something goes wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.engine.failures import Failures
+from clusterenv.engine.fragments import FragmentDesk, of_slots
+from clusterenv.engine.health import Health, PaceWatch
+from clusterenv.engine.inputs import Cause, Exit, Stack
+from clusterenv.engine.requests import Kind, Request
+from clusterenv.engine.state import State
+from clusterenv.engine.workers import Progress
+from clusterenv.errors import PolicyError
+from clusterenv.events import Event
+from clusterenv.recovery import Recovery
+from clusterenv.wire import infos as info_columns
+from clusterenv.wire.requests import Act, Acted, Attach, Built, Call, FragmentResult, Reply, Reset, SetAttr, Step
+
+__all__ = ["Engine", "Pending"]
+
+_SLOW_EVERY = 256
+"""Steps between two looks for slow environments."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step of all slots that was begun without opening a request for each worker."""
+
+    number: int
+    done: int
+    """Workers that have answered, in order."""
+
+
+class Engine:
+    def __init__(self, state: State, recovery: Recovery, attach: Attach, health: Health) -> None:
+        self.state = state
+        self.health = health
+        self.failures = Failures(state, recovery, attach)
+        self.acted: list[Acted] = []  # what the workers' policy did in the step under way
+        self.pace = PaceWatch()
+        self._steps = 0  # since slow environments were looked for
+        self.fragments: FragmentDesk
+
+    # -- a step of all slots ----------------------------------------------------------------------------------
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether every environment is live and nothing is under way."""
+        return not self.state.slots and not self.state.requests
+
+    def spill(self, pending: Pending, now_s: float) -> None:
+        """Not every worker has answered a step of all slots with nothing but rows: open requests for the others."""
+        state = self.state
+        state.rows.expect_all()
+        for worker in state.workers:
+            if worker.index < pending.done:
+                state.rows.mark_ready(worker.slots)
+            else:
+                state.requests.open(worker.index, Kind.STEP, worker.slots, pending.number)
+                worker.asked(now_s)
+
+    def is_plain(self, message: Any, number: int) -> bool:
+        """Return whether this answers a step of all slots with nothing wrong in it; its infos and objects are kept."""
+        if message == number:
+            return True
+        if not isinstance(message, Reply) or message.request != number or message.faults:
+            return False
+        self.state.rows.take_rows(message)
+        return True
+
+    # -- requests ---------------------------------------------------------------------------------------------
+
+    def step(self, slots: list[int], actions: list[Any] | None, knobs: dict[str, Any] | None, now_s: float) -> None:
+        """Step these slots with the actions in shared memory, with `actions` as objects, or (`knobs`) with what the
+        workers' policy chooses."""
+        state = self.state
+        state.rows.expect(slots)
+        place = {slot: i for i, slot in enumerate(slots)}
+        live: list[list[int]] = [[] for _ in state.workers]
+        for slot in slots:
+            asked = state.slots.step(slot)
+            if asked is None:
+                live[state.workers.of_slot(slot).index].append(slot)
+            elif asked.first is not None:
+                state.rows.first_row(slot, asked.first, asked.loss)
+            elif asked.loss is not None:
+                state.rows.report_loss(slot, asked.loss)
+        for worker, its_slots in enumerate(live):
+            if not its_slots:
+                continue
+            its_slots.sort()
+            objects = None if actions is None else [actions[place[slot]] for slot in its_slots]
+            act = None
+            if knobs is not None:
+                own = {name: of_slots(value, its_slots) for name, value in knobs.items()}
+                act = Act(own, state.incarnations_of(its_slots))
+            message = Step(state.requests.next_number(), its_slots, objects, act)
+            state.ask(worker, Kind.STEP, its_slots, message, now_s)
+
+    def reset(self, slots: list[int], seeds: list[int | None], options: dict[str, Any] | None, now_s: float) -> None:
+        state = self.state
+        state.rows.expect(slots)
+        seed_of = dict(zip(slots, seeds, strict=True))
+        live: list[list[int]] = [[] for _ in state.workers]
+        for slot, seed in seed_of.items():
+            state.rows.resetting[slot] = (seed, options)
+            if state.slots.reset(slot):
+                live[state.workers.of_slot(slot).index].append(slot)
+        for worker, its_slots in enumerate(live):
+            if its_slots:
+                its_seeds = [seed_of[slot] for slot in its_slots]
+                message = Reset(state.requests.next_number(), its_slots, its_seeds, options)
+                state.ask(worker, Kind.RESET, its_slots, message, now_s)
+
+    def call(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], slots: list[int] | None, now_s: float
+    ) -> list[Request]:
+        """Call a method (or read an attribute) of every environment, or of these slots'."""
+        state, requests = self.state, []
+        for worker in state.workers:
+            its = worker.slots if slots is None else [slot for slot in worker.slots if slot in slots]
+            if its:
+                message = Call(state.requests.next_number(), its, name, args, kwargs)
+                requests.append(state.ask(worker.index, Kind.CALL, its, message, now_s))
+        return requests
+
+    def set_attr(self, name: str, values: dict[int, Any], now_s: float) -> list[Request]:
+        """Set on these slots' environments, as far as they are there, and on every later incarnation."""
+        state, requests = self.state, []
+        state.incarnations.remember_attribute(name, values)
+        for worker in state.workers:
+            here = [slot for slot in worker.slots if slot in values and not state.slots.is_gone(slot)]
+            if here:
+                message = SetAttr(state.requests.next_number(), here, name, [values[slot] for slot in here])
+                requests.append(state.ask(worker.index, Kind.CALL, here, message, now_s))
+        return requests
+
+    # -- what was heard ---------------------------------------------------------------------------------------
+
+    def receive(self, worker: int, message: Any, at: Progress, now_s: float) -> None:
+        """Take in what was heard of a worker; `at` is the progress that it shows."""
+        state = self.state
+        if isinstance(message, int):
+            request = state.requests.get(worker, message)
+            assert request is not None, f"worker {worker} answered step {message}, which is not open"
+            state.requests.close(request)
+            state.rows.mark_ready(request.slots)
+        elif isinstance(message, Reply):
+            self._replied(worker, message, now_s)
+        elif isinstance(message, Exit):
+            self.failures.worker_exited(worker, message, at, now_s)
+            (self.fragments.moved if message.cause is Cause.MOVED else self.fragments.lost)(worker)
+        elif isinstance(message, Stack):
+            event = self.health.long_call(worker, message.text, at, now_s)
+            if event is not None:
+                state.events.add(event)
+        elif isinstance(message, Built):
+            built = state.requests.get(worker, message.request)
+            if built is not None:
+                state.requests.close(built)
+
+    def _replied(self, worker: int, reply: Reply, now_s: float) -> None:
+        state = self.state
+        request = state.requests.get(worker, reply.request)
+        if request is None:
+            return  # a late reply to a request that nobody waits for any more
+        if reply.last:
+            state.requests.close(request)
+        if request.kind is Kind.CALL:
+            request.reply = reply
+            return
+        in_fragment = request.kind in (Kind.POLICY, Kind.FRAGMENT)
+        if in_fragment:
+            self.fragments.took(worker, request.kind, reply)
+        elif request.kind is Kind.REBUILD:
+            self._rebuilt(reply)
+        else:
+            self._stepped(worker, request, reply)
+        for fault in reply.faults:
+            self.failures.env_failed(worker, fault, in_fragment, now_s)
+
+    def _rebuilt(self, reply: Reply) -> None:
+        self.state.rows.take_objects(reply)
+        failed = {fault.slot for fault in reply.faults}
+        for slot in reply.slots:
+            if slot not in failed:
+                columns = info_columns.select(reply.infos, {slot: slot}) if reply.infos else {}
+                self.failures.rebuilt(slot, columns)
+
+    def _stepped(self, worker: int, request: Request, reply: Reply) -> None:
+        rows = self.state.rows
+        if isinstance(reply.result, Acted):
+            self.acted.append(reply.result)
+        elif reply.result is not None:  # the policy failed, so nothing was stepped
+            rows.awaited[request.slots] = False
+            self.fragments.took(worker, Kind.POLICY, reply)
+            error = self.fragments.policy_error()
+            self.state.errors.append(error or PolicyError("the policy failed"))
+            return
+        failed = {fault.slot for fault in reply.faults}
+        rows.mark_ready([slot for slot in reply.slots if slot not in failed] if failed else reply.slots)
+        rows.take_rows(reply)
+
+    # -- the passing of time ----------------------------------------------------------------------------------
+
+    def next_due_s(self) -> float | None:
+        """Return when something is to be started again; None: nothing is."""
+        state = self.state
+        absent = [worker.start_at_s for worker in state.workers.absent()] if state.slots else []
+        return min((*state.slots.due_times(), *absent), default=None)
+
+    def delivered(self, slots: Any, ended: Any) -> None:
+        """Rows of these slots were handed over: under NEXT_STEP the next one of an episode that ended is a reset's."""
+        state = self.state
+        if state.slots and state.slots.mode is AutoresetMode.NEXT_STEP:
+            for slot in slots[ended].tolist():
+                if state.slots.is_gone(slot):
+                    state.slots.bring_back(slot)
+        self.count_steps(1)
+
+    def count_steps(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps >= _SLOW_EVERY:
+            self._steps = 0
+            state = self.state
+            for slot, reason in self.pace.newly_slow(state.rows.buffers.pace_s):
+                worker = state.workers.of_slot(slot).index
+                state.events.add(Event("slow", reason, (slot,), worker), level=logging.INFO)
+
+    # -- fragments --------------------------------------------------------------------------------------------
+
+    def start_fragment(self, worker: int) -> bool:
+        """Return whether all environments of this worker are there; what is missing is asked for."""
+        state, its = self.state, self.state.workers[worker]
+        if state.slots:
+            for slot in its.slots:
+                if state.slots.start_fragment(slot):
+                    state.rows.adopt(slot)
+        return not its.is_absent and not (state.slots and any(map(state.slots.is_gone, its.slots)))
+
+    def collected(self, slots: list[int], stepped: Any, result: FragmentResult) -> None:
+        self.state.rows.collected(slots, stepped)
+        if result.step_s is not None:
+            self.state.rows.buffers.pace_s[slots] = result.step_s
+        self.count_steps(result.num_steps)
+
+    # -- giving up --------------------------------------------------------------------------------------------
+
+    def give_up_rows(self) -> None:
+        """Forget every row that was not delivered; the losses that they would have reported are reported later."""
+        for slot, loss in self.state.rows.forget().items():
+            self.state.slots.not_reported(slot, loss)
+
+    def resume(self, saved: dict[str, Any], now_s: float) -> None:
+        """At the next reset every slot goes on as its next incarnation: other seeds, the same sticky attributes."""
+        state = self.state
+        state.incarnations.load_state_dict(saved)
+        for worker in state.workers:
+            for slot in worker.slots:
+                state.slots.lose_by_error(slot, "resumed", now_s)

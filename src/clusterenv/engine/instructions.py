@@ -1,0 +1,39 @@
+"""What the engine wants done: the driver carries it out, in this order."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from clusterenv.engine.requests import Request
+
+__all__ = ["Instruction", "Kill", "Send", "Start", "TraceStack"]
+
+
+class Start(NamedTuple):
+    """Start the process of a worker."""
+
+    worker: int
+
+
+class Send(NamedTuple):
+    """Send a message to a worker."""
+
+    worker: int
+    message: Any
+    request: Request | None
+    """None: it is not answered."""
+
+
+class Kill(NamedTuple):
+    """End a worker that hangs."""
+
+    worker: int
+
+
+class TraceStack(NamedTuple):
+    """Ask where a worker is."""
+
+    worker: int
+
+
+Instruction = Start | Send | Kill | TraceStack

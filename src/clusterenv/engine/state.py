@@ -1,0 +1,46 @@
+"""The owners of what is known of a run, for those modules of the engine that change several of them together."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from clusterenv.engine.incarnations import Lives
+from clusterenv.engine.instructions import Instruction, Send
+from clusterenv.engine.requests import Kind, Request, Requests
+from clusterenv.engine.rows import Delivery
+from clusterenv.engine.slots import Slots
+from clusterenv.engine.workers import Workers
+from clusterenv.events import EventLog
+
+__all__ = ["State"]
+
+
+@dataclass
+class State:
+    workers: Workers
+    slots: Slots
+    rows: Delivery
+    requests: Requests
+    incarnations: Lives
+    events: EventLog
+    is_vector: bool
+    """The slots of a worker are one vector environment: they step, fail and come back together."""
+    out: deque[Instruction] = field(default_factory=deque)
+    errors: list[Exception] = field(default_factory=list)
+    """To be raised by the call that is under way, once everything that was heard has been taken in."""
+
+    def ask(self, worker: int, kind: Kind, slots: list[int], message: Any, now_s: float) -> Request:
+        """Open a request and have it sent; `message.request` is its number."""
+        request = self.requests.open(worker, kind, slots, message)
+        self.workers[worker].asked(now_s)
+        self.out.append(Send(worker, message, request))
+        return request
+
+    def send(self, worker: int, message: Any) -> None:
+        """Have a message sent that is not answered."""
+        self.out.append(Send(worker, message, None))
+
+    def incarnations_of(self, slots: list[int]) -> list[int]:
+        return [self.incarnations.incarnations[slot] for slot in slots]

@@ -1,0 +1,75 @@
+"""Refuse calls that make no sense now. Asked by every call of `ClusterEnv`, before it changes anything."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.driver import Pool
+from clusterenv.errors import ClosedError, UsageError
+from clusterenv.phases import Phase, refusal, refused
+
+__all__ = ["CallGuard"]
+
+
+class CallGuard:
+    """Knows the phase that the environments are in, and whether they were closed."""
+
+    def __init__(self, pool: Pool, finalizer: weakref.finalize[Any, Any]) -> None:
+        self._pool = pool
+        self._finalizer = finalizer  # alive until the environments are closed
+        self._may_end = pool.mode is AutoresetMode.DISABLED
+        self.was_reset = False
+        self.is_interrupted = False
+        """A step or reset is under way, or ended by an exception: its rows are unknown."""
+        self.is_resumed = False
+        """From another run's state: slots have seeds of their own."""
+
+    @property
+    def phase(self) -> Phase:
+        pool = self._pool
+        if self.is_interrupted:
+            return Phase.INTERRUPTED
+        if not self.was_reset:
+            return Phase.NEW
+        if pool.desk.is_streaming:
+            return Phase.STREAMING
+        if pool.desk.is_under_way:
+            return Phase.COLLECTING
+        return Phase.PARTIAL if pool.in_flight else Phase.IDLE
+
+    def check(self, call: str) -> None:
+        """Raise where this call makes no sense now."""
+        self.check_open(call)
+        phase = self.phase
+        text = refusal(call, phase)
+        if text is not None:
+            slots, num_steps = np.flatnonzero(self._pool.awaited).tolist(), self._pool.desk.num_steps
+            raise refused(call, phase, text.format(slots=slots, num_steps=num_steps))
+
+    def check_open(self, call: str) -> None:
+        if not self._finalizer.alive:
+            raise ClosedError(f"{call}(): these environments were closed; make a new ClusterEnv")
+
+    def check_not_loaded(self, call: str, name: str) -> None:
+        """Raise where the environments that this would reach are replaced by the next reset."""
+        if self.is_resumed and not self.was_reset:
+            raise UsageError(
+                f"{call}({name!r}) after load_state_dict(): the environments begin anew with the next reset(), "
+                "with the attributes of the loaded state; call reset() first"
+            )
+
+    def check_not_ended(self, slots: list[int] | None) -> None:
+        """Raise where a slot (None: any) would be stepped past the end of its episode."""
+        if not self._may_end:
+            return
+        ended = self._pool.ended if slots is None else self._pool.ended[slots]
+        if ended.any():
+            over = np.flatnonzero(self._pool.ended).tolist()
+            raise UsageError(
+                f"the episodes of slots {over} ended, and autoreset is DISABLED: "
+                "reset(options={'reset_mask': terminations | truncations}) first"
+            )
