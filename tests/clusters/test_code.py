@@ -479,7 +479,7 @@ def test_a_node_that_has_none_of_the_files(tmp_path, monkeypatch, caplog):
 
         return obs.reshape(len(obs), -1) / 255 @ weights["w"] * inner.make().bonus
 
-    backend = ce.Loopback(nodes=1, heartbeat=(0.2, 1.5, 3.0))
+    backend = ce.Loopback(nodes=1, heartbeat_s=(0.2, 1.5, 3.0))
     with ce.ClusterEnv([thunk] * 2, backend=backend, recovery=ce.Recovery(backoff_s=(0.05, 0.1))) as envs:
         policy = ce.NumpyPolicy(forward, {"w": np.ones((147, 7), np.float32)}, dist="categorical")
         assert envs.get_attr("late") == (7, 7) and envs.collector(policy, seed=1).rollout(4).valid.all()

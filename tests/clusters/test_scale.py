@@ -31,7 +31,7 @@ def policy():
     ],
 )
 def test_from_two_nodes_to_four_and_back_in_a_stream(kind, tmp_path):
-    options = {"nodes": 2, "max_nodes": 4, "heartbeat": FAST}
+    options = {"nodes": 2, "max_nodes": 4, "heartbeat_s": FAST}
     if kind == "network":
         backend = ce.Loopback(**options)
     elif kind == "slurm":

@@ -35,7 +35,7 @@ def slurm(tmp_path, monkeypatch):
 
 
 def make(tmp_path, **kwargs):
-    backend = ce.Slurm(nodes=2, interface="lo", folder=str(tmp_path / "keys"), heartbeat=(0.2, 1.5, 4.0), **kwargs)
+    backend = ce.Slurm(nodes=2, interface="lo", folder=str(tmp_path / "keys"), heartbeat_s=(0.2, 1.5, 4.0), **kwargs)
     return ce.ClusterEnv(ID, 2, backend=backend)
 
 

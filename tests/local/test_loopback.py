@@ -16,7 +16,7 @@ def test_the_older_form_works_with_a_warning():
     with pytest.warns(DeprecationWarning, match=r"write Loopback\(nodes=\.\.\., workers_per_node=\.\.\.\)") as caught:
         backend = ce.Local(4, 1, (), True, nodes=2, heartbeat=(0.2, 1.5, 4.0), allow_pickle=False)
     assert caught[0].filename == __file__, "it names the line that is to be changed"
-    expected = ce.Loopback(nodes=2, workers_per_node=2, heartbeat=(0.2, 1.5, 4.0), allow_pickle=False)
+    expected = ce.Loopback(nodes=2, workers_per_node=2, heartbeat_s=(0.2, 1.5, 4.0), allow_pickle=False)
     assert backend == expected and backend.is_remote and not backend.allow_pickle
     with ce.ClusterEnv("CartPole-v1", 4, backend=backend) as envs:
         envs.reset(seed=1)
@@ -29,6 +29,12 @@ def test_the_older_form_shares_the_cpus_of_this_machine(monkeypatch):
         backend = ce.Local(network=True)
     with ce.ClusterEnv("CartPole-v1", 3, backend=backend) as envs:
         assert envs.stats()["workers"] == 3, "not more than there are environments"
+
+
+def test_a_time_has_its_unit_in_its_name():
+    with pytest.warns(DeprecationWarning, match=r"Slurm\(heartbeat=\.\.\.\) is deprecated: write heartbeat_s="):
+        backend = ce.Slurm(nodes=1, heartbeat=(1.0, 2.0, 3.0))
+    assert backend == ce.Slurm(nodes=1, heartbeat_s=(1.0, 2.0, 3.0))
 
 
 @pytest.mark.parametrize("workers", [0, 3])

@@ -162,7 +162,7 @@ def test_a_node_that_comes_anew_gets_the_whole_again(caplog):
 
     module, generator = net(2, 4), torch.Generator().manual_seed(3)
     recovery = ce.Recovery(backoff_s=(0.05, 0.1))
-    backend = ce.Loopback(nodes=2, heartbeat=(0.2, 1.5, 4.0))
+    backend = ce.Loopback(nodes=2, heartbeat_s=(0.2, 1.5, 4.0))
     with ce.ClusterEnv("CartPole-v1", 8, backend=backend, recovery=recovery) as envs:
         collector = envs.collector(ce.TorchPolicy(module, dist="categorical"), seed=5, codec="int8")
         for i in range(6):

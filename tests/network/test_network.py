@@ -48,7 +48,7 @@ def net():
 
 
 def make(net, n=4, **kwargs):
-    return ce.ClusterEnv(ID, n, backend=Namespaces(net, heartbeat=FAST, **kwargs), recovery=RECOVERY)
+    return ce.ClusterEnv(ID, n, backend=Namespaces(net, heartbeat_s=FAST, **kwargs), recovery=RECOVERY)
 
 
 def agents():
@@ -140,7 +140,7 @@ def test_9_a_connection_reset_at_any_byte_leaves_whole_fragments_only(net, offse
     """Both nodes go through a proxy that resets their connections when so many bytes have come from them."""
     with ce.ClusterEnv(ID, 4, backend=ce.Local(workers=0)) as reference:
         first = reference.collector(numpy_policy(), seed=1).rollout(64)
-    backend = Namespaces(net, heartbeat=FAST, through_proxy=True)
+    backend = Namespaces(net, heartbeat_s=FAST, through_proxy=True)
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: [proxy.close() for proxy in backend.proxies])
         envs = stack.enter_context(ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY))
@@ -187,7 +187,7 @@ def test_13_nothing_outlives_a_killed_head(tmp_path):
     script = tmp_path / "head.py"
     script.write_text(
         "import os, time, numpy as np, clusterenv as ce, psutil\n"
-        f"envs = ce.ClusterEnv({ID!r}, 4, backend=ce.Loopback(nodes=2, heartbeat={FAST}))\n"
+        f"envs = ce.ClusterEnv({ID!r}, 4, backend=ce.Loopback(nodes=2, heartbeat_s={FAST}))\n"
         "envs.reset(seed=1); envs.step(np.zeros(4, dtype=np.int64))\n"
         "print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)\n"
         "time.sleep(60)\n"
@@ -268,7 +268,7 @@ def test_17_a_node_that_is_asked_to_leave_in_a_rollout(net):
 
 def test_an_agent_that_outlives_its_job_is_told_to_leave(net):
     """A container that its scheduler does not end: it must not come back in place of the job that replaces it."""
-    backend = Namespaces(net, heartbeat=FAST)
+    backend = Namespaces(net, heartbeat_s=FAST)
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         envs.reset(seed=1)
         jobs = backend.jobs[0]
@@ -280,7 +280,7 @@ def test_an_agent_that_outlives_its_job_is_told_to_leave(net):
 
 
 def test_a_replacement_that_dies_before_it_comes_is_asked_for_again(net):
-    backend = Namespaces(net, heartbeat=FAST)
+    backend = Namespaces(net, heartbeat_s=FAST)
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         envs.reset(seed=1)
         jobs = backend.jobs[0]
@@ -301,7 +301,7 @@ def test_a_replacement_that_dies_before_it_comes_is_asked_for_again(net):
 
 def test_a_large_pull_over_a_slow_link_delays_nobody_else(net):
     """100 MB at 8 MB/s to one node, while the other steps."""
-    with ce.ClusterEnv(ID, 4, backend=Namespaces(net, heartbeat=FAST), recovery=RECOVERY) as envs:
+    with ce.ClusterEnv(ID, 4, backend=Namespaces(net, heartbeat_s=FAST), recovery=RECOVERY) as envs:
         envs.reset(seed=1)
         crew, slots = envs._pool._crew, np.array([2, 3])
 
@@ -523,7 +523,7 @@ def test_large_policies_travel_in_pieces_and_steps_go_on(net):
 
 
 def test_a_node_that_stays_away_hands_its_slots_to_the_others(net):
-    backend = Namespaces(net, heartbeat=FAST, move_after_s=0.5)
+    backend = Namespaces(net, heartbeat_s=FAST, move_after_s=0.5)
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         envs.reset(seed=1)
         envs.step(zeros())
@@ -537,7 +537,7 @@ def test_a_node_that_stays_away_hands_its_slots_to_the_others(net):
 
 
 def test_19_a_late_joiner_collects_with_the_current_weights(net):
-    backend = Namespaces(net, heartbeat=FAST)
+    backend = Namespaces(net, heartbeat_s=FAST)
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         weights = {"w": np.ones((4, 2), np.float32)}
         collector = envs.collector(ce.NumpyPolicy(linear, weights, dist="categorical"), seed=1)

@@ -75,7 +75,7 @@ class Namespaces(Remote):
     jobs: list[NamespaceJobs] = field(default_factory=list)
     proxies: list[Proxy] = field(default_factory=list)
     start_timeout_s: float = field(default=60.0, kw_only=True)
-    heartbeat: tuple[float, float, float] = field(default=(0.2, 1.5, 3.0), kw_only=True)
+    heartbeat_s: tuple[float, float, float] = field(default=(0.2, 1.5, 3.0), kw_only=True)
     oversubscribe: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:

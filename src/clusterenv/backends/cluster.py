@@ -54,7 +54,7 @@ def start(
         )
     # A connection for each node, a second one for a moment while it dials, and the sockets of the head.
     allow_open_files(f"{most} nodes", more=2 * most + 24)
-    timing = Timing(*remote.heartbeat, remote.move_after_s)
+    timing = Timing(*remote.heartbeat_s, remote.move_after_s)
     folder = RunFolder(remote.folder, timing.lease_s, remote.owner_squashed)
     keeper = Keeper(events)
     jobs: Jobs | None = None
@@ -127,7 +127,7 @@ def example_plan(remote: Remote) -> Plan:
     """Return the plan of a run that there is not, called RUN, for `script`: its files and its address do not exist."""
     folder = run_path(remote.folder, "RUN")
     files = tuple(key_file(folder, node) for node in range(remote.max_nodes or remote.nodes))
-    return Plan("RUN", folder, files, remote.heartbeat[2], remote.allow_pickle, remote.nodes, "tcp://HEAD:PORT")
+    return Plan("RUN", folder, files, remote.heartbeat_s[2], remote.allow_pickle, remote.nodes, "tcp://HEAD:PORT")
 
 
 def _launch(remote: Remote, plan: Plan, folder: RunFolder) -> Jobs:

@@ -50,7 +50,7 @@ class Loopback(Remote):
     oversubscribe: bool = field(default=True, kw_only=True)
 
     def launch(self, plan: Plan) -> AgentProcesses:
-        return AgentProcesses(plan, dead_after_s=self.heartbeat[1])
+        return AgentProcesses(plan, dead_after_s=self.heartbeat_s[1])
 
     def script(self, plan: Plan) -> str:
         return shlex.join(plan.command(0))
@@ -118,6 +118,8 @@ def from_local(options: Mapping[str, Any]) -> Loopback:
     """Return the backend that `Local(network=True, ...)` with these options stood for."""
     given = dict(options)
     workers, nodes = given.pop("workers", None), given.pop("nodes", 1)
+    if "heartbeat" in given:
+        given["heartbeat_s"] = given.pop("heartbeat")
     if workers is None:
         return _AsManyAsFit(nodes, **given)
     if workers % nodes or not workers:

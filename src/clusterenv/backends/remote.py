@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -45,10 +46,12 @@ class Remote(ABC):
         min_nodes: begin when so many have come and no other did for 5 s; the rest may join later. None: all.
         threads_per_worker, preload: as in `Local`.
         other_infos: what to do with infos that are not plain data: "refuse", or send their "repr".
-        heartbeat: tune how fast a lost node is noticed (seconds): beat, silence, lease of a node on its head.
+        heartbeat_s: how fast a lost node is noticed: the time between two beats, the silence after which a node counts
+            as lost, and the lease after which a node without its head ends.
         move_after_s: a node that stays away for so long hands its slots to the others; None: they wait for it.
         oversubscribe: allow more workers than CPUs that a node may use, by its affinity and control group quotas.
         allow_pickle: False: nodes get ids, plain arguments and weights, but no code (`clusterenv node --no-pickle`).
+        heartbeat: deprecated; write `heartbeat_s`.
     """
 
     nodes: int = field(kw_only=False)
@@ -64,16 +67,23 @@ class Remote(ABC):
     threads_per_worker: int | None = 1
     preload: tuple[str, ...] = ()
     other_infos: Literal["refuse", "repr"] = "refuse"
-    heartbeat: tuple[float, float, float] = (1.0, 10.0, 60.0)
+    heartbeat_s: tuple[float, float, float] = (1.0, 10.0, 60.0)
     move_after_s: float | None = 30.0
     oversubscribe: bool = False
     allow_pickle: bool = True
+    heartbeat: tuple[float, float, float] | None = None
     is_remote: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         name, nodes = type(self).__name__, self.nodes
         parse_port(self.port, name)  # first: these name what they expect better than their annotations do
         parse_advertise(self.advertise, name)
+        if self.heartbeat is not None:
+            warnings.warn(
+                f"{name}(heartbeat=...) is deprecated: write heartbeat_s=...", DeprecationWarning, stacklevel=3
+            )
+            object.__setattr__(self, "heartbeat_s", self.heartbeat)
+            object.__setattr__(self, "heartbeat", None)
         check_fields(self)
         expect(name, "nodes", nodes, int, least=1)
         expect(name, "workers_per_node", self.workers_per_node, int, least=1)

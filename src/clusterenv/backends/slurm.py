@@ -68,7 +68,7 @@ class Slurm(Remote):
     wrap: str | Sequence[str] = field(default=(), kw_only=True)
     folder: str | os.PathLike[str] | None = field(default="~/.clusterenv", kw_only=True)
     # The lease: Ctrl-Z must not cost a place in the queue.
-    heartbeat: tuple[float, float, float] = field(default=(1.0, 10.0, 300.0), kw_only=True)
+    heartbeat_s: tuple[float, float, float] = field(default=(1.0, 10.0, 300.0), kw_only=True)
     name: ClassVar[str] = "slurm"
 
     def __post_init__(self, interface: str | None) -> None:

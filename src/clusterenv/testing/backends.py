@@ -40,7 +40,7 @@ _WAIT_S = 90.0
 
 _CLOSE_S = 10.0
 
-_HEARTBEAT = (0.2, 2.0, 5.0)
+_HEARTBEAT_S = (0.2, 2.0, 5.0)
 """So short that a test need not wait long for the end of a lease."""
 
 _HEAD = """
@@ -73,7 +73,7 @@ class BackendContract:
     def make_backend(self, folder: Path, **options: Any) -> Remote:
         """Return the backend.
 
-        `folder`: for key files, where nodes can read them. `options`: any of `nodes`, `max_nodes`, `heartbeat`,
+        `folder`: for key files, where nodes can read them. `options`: any of `nodes`, `max_nodes`, `heartbeat_s`,
         `start_timeout_s` and `advertise`.
         """
         raise NotImplementedError
@@ -95,7 +95,7 @@ class BackendContract:
         return path
 
     def _backend(self, folder: Path, **options: Any) -> Remote:
-        return self.make_backend(folder, **{"nodes": self.nodes, "heartbeat": _HEARTBEAT, **options})
+        return self.make_backend(folder, **{"nodes": self.nodes, "heartbeat_s": _HEARTBEAT_S, **options})
 
     def _make(self, folder: Path, **options: Any) -> ce.ClusterEnv:
         recovery = ce.Recovery(backoff_s=(0.05, 0.5), max_restarts=20)
