@@ -95,7 +95,8 @@ def test_gc_goes_on_after_a_backend_that_raises_anything(others, tmp_path, capsy
 def test_a_script_is_what_would_be_submitted(capsys):
     assert main(["script", "slurm", "folder=/keys", "python=python3", "allow_pickle=false"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "exec python3 -m clusterenv node --join /keys/clusterenv-RUN/node-0.key --no-pickle"
+    assert last.startswith("exec python3 -m clusterenv node --join /keys/clusterenv-RUN/node-0.key ")
+    assert "--no-pickle" in last.split()
     assert main(["script", "manual"]) == 0
     assert capsys.readouterr().out == "clusterenv node --join node-0.key\n"
     for name, text in (("ray", "Ray submits no text"), ("local", "Local submits no text"), ("slrum", "no backend")):
