@@ -27,6 +27,7 @@ from clusterenv.policy.sync.exchange import Exchange
 from clusterenv.policy.sync.rules import Decision, Standing, decide
 from clusterenv.policy.weights import codec
 from clusterenv.testing import Virtual
+from experiments.hooks import watch_decisions
 from experiments.ppo import PPO
 
 HELD_OUT = 4096
@@ -61,7 +62,7 @@ def record(env: str, rule: ce.APS, total_steps: int, num_envs: int, nodes: int, 
     with ce.ClusterEnv(env, num_envs, backend=Virtual(nodes)) as cluster:
         learner = PPO(cluster.single_observation_space, cluster.single_action_space, total_steps)
         collector = cluster.collector(learner.policy, sync=rule, seed=seed)
-        listen(collector._exchange, happened, weights, learner.actor)
+        listen(collector._sync.exchange, happened, weights, learner.actor)
         steps = 0
         while steps < total_steps:
             batch = collector.rollout(learner.num_steps)
@@ -87,7 +88,7 @@ def listen(exchange: Exchange, happened: list[Noted | Asked], weights: dict[int,
             weights[latest] = _float64(module, exchange.publisher.data)
         happened.append(Asked(node, standing, decision.pull))
 
-    exchange.on_decision = decided
+    watch_decisions(exchange, decided)
     exchange.publisher.note = noted  # type: ignore[assignment, method-assign]
 
 

@@ -6,6 +6,7 @@ Where the environments run is the backend's business, what happens when one fail
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from clusterenv.policy.sync.rules import Rule
 from clusterenv.policy.weights.packing import Codec
 from clusterenv.recovery import Recovery
 from clusterenv.spec import blueprint
+from clusterenv.system.teardown import Teardown
 from clusterenv.vector import parameters
 from clusterenv.vector.actions import ActionReader
 from clusterenv.vector.guard import CallGuard
@@ -37,6 +39,8 @@ from clusterenv.vector.results import StepResult, acted_infos, spread, step_resu
 __all__ = ["ClusterEnv"]
 
 _CLOSE_TIMEOUT_S = 5.0
+_CLOSE_WAIT_S = 10.0
+"""How long `close` waits at most."""
 
 
 class ClusterEnv(VectorEnv[Any, Any, Any]):
@@ -94,7 +98,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         pool = backend.start(plan, mode, recovery, self._events)
         self._pool = pool
         # Runs at garbage collection and at interpreter exit too; must not hold `self`.
-        self._finalizer = weakref.finalize(self, pool.close, _CLOSE_TIMEOUT_S)
+        self._teardown = Teardown(functools.partial(pool.close, _CLOSE_TIMEOUT_S), _CLOSE_WAIT_S)
+        weakref.finalize(self, self._teardown.begin).atexit = False
         self.autoreset_mode = pool.mode
         self.metadata = {**pool.metadata, "autoreset_mode": pool.mode}
         self.render_mode = pool.render_mode
@@ -103,7 +108,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self.observation_space = pool.observation_space
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._reader = ActionReader(self.single_action_space, self.num_envs, recovery.check)
-        self._guard = CallGuard(pool, self._finalizer)
+        self._guard = CallGuard(pool, self._teardown)
         self._resumed: dict[str, Any] | None = None  # of the run that goes on, for the next collector
         self._stepper: Collector | None = None  # of `step(agent)`
         self._attached: Collector | None = None  # whose policy the workers have
@@ -124,7 +129,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         if mask is not None and not self._guard.was_reset and not mask.all():
             raise UsageError("the first reset() must be of all environments: leave reset_mask out")
         pool = self._pool
-        dropped = pool.desk.abandon()
+        dropped = pool.collecting.fragments.abandon()
         if dropped and self._attached is not None:
             self._attached.count_dropped(dropped)
         self._guard.is_interrupted = True
@@ -168,7 +173,6 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         pool = self._pool
         self._guard.is_interrupted = True
         try:
-            pool.desk.tell_all()
             pool.send_step(None, None, knobs)
             obs, rewards, terminations, truncations, infos = self._collect_step()
         except PolicyError:
@@ -252,9 +256,9 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
     def close_extras(self, **kwargs: Any) -> None:
         """End all workers, within 10 s whatever state they are in."""
-        finalizer = getattr(self, "_finalizer", None)
-        if finalizer is not None:
-            finalizer()
+        teardown = getattr(self, "_teardown", None)
+        if teardown is not None:
+            teardown()
 
     def __enter__(self) -> ClusterEnv:
         return self
@@ -281,8 +285,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         chosen = None
         if slots is not None:
             chosen = parameters.read_send_slots(slots, self.num_envs)
-            self._pool.refuse_partial_vector(chosen)
-        awaited = self._pool.awaited
+            self._guard.check_whole_vectors(chosen)
+        awaited = self._pool.rows.awaited
         if (awaited if chosen is None else awaited[chosen]).any():
             late = np.flatnonzero(awaited).tolist()
             raise PendingCallError(f"send(): slots {late} are in flight already; recv() them first", "step")
@@ -291,7 +295,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
     def recv(self, min_envs: int | None = None, timeout_s: float | None = None) -> StepResult:
         """Rows of at least `min_envs` slots (None: all in flight), ascending by slot; `infos["slot"]` names them."""
         self._guard.check("recv")
-        in_flight = int(self._pool.awaited.sum())
+        in_flight = int(self._pool.rows.awaited.sum())
         parameters.check_recv(min_envs, timeout_s, in_flight)
         self._pool.collect(in_flight if min_envs is None else min_envs, timeout_s)
         rows = self._pool.deliver(self.copy)
@@ -389,4 +393,4 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
     def _place(self, actions: Any, slots: list[int] | None) -> list[Any] | None:
         """Check actions and put them into shared memory; those that do not fit there are returned."""
         self._guard.check_not_ended(slots)
-        return self._reader.place(actions, slots, self._pool.buffers.actions)
+        return self._reader.place(actions, slots, self._pool.rows.buffers.actions)

@@ -32,6 +32,7 @@ __all__ = [
     "ClusterBackend",
     "CollectsGarbage",
     "DescribesJobs",
+    "Hopeless",
     "Jobs",
     "LeavesJobs",
     "Plan",
@@ -40,6 +41,9 @@ __all__ = [
     "agent_command",
     "check_backend",
 ]
+
+_LEASE_S = 60.0
+"""The lease of a node that is not told another (`clusterenv node --lease-s`)."""
 
 
 # -- backends -----------------------------------------------------------------------------------------------------
@@ -123,12 +127,21 @@ class Jobs(Protocol):
         ...
 
 
+class Hopeless(str):
+    """Why a job is over, as `ScheduledJobs.look` says it, where starting it again would not help."""
+
+    __slots__ = ()
+
+
 @runtime_checkable
 class ScheduledJobs(Jobs, Protocol):
     """Optional: jobs that can be asked for and ended. Others are started again whenever their node is missing."""
 
     def look(self) -> dict[int, str]:
-        """Return the nodes whose agent is known to be over, and why. Called twice a second; may be slow, may raise."""
+        """Return the nodes whose agent is known to be over, and why. Called twice a second; may be slow, may raise.
+
+        A `Hopeless` reason ends a start at once that needs this node; any other job is started again.
+        """
         ...
 
     def stop(self, deadline: float) -> None:
@@ -201,14 +214,15 @@ class Plan:
     digests: tuple[str, ...] = ()
     """SHA-256 of each key file, where its owner says nothing."""
 
-    def command(self, node: int, python: str | None = None) -> list[str]:
+    def command(self, node: int, python: str | None = None, options: Sequence[str] = ()) -> list[str]:
         """Return the command that starts the agent of this node on a machine that sees the same files."""
         digest = ["--key-sha256", self.digests[node]] if self.digests else []
-        return agent_command(self.files[node], [*digest, *self.options], python)
+        return agent_command(self.files[node], [*digest, *self.options, *options], python)
 
     @property
     def options(self) -> list[str]:
-        return [] if self.allow_pickle else ["--no-pickle"]
+        lease = [] if self.lease_s == _LEASE_S else ["--lease-s", f"{self.lease_s:g}"]
+        return [*lease, *([] if self.allow_pickle else ["--no-pickle"])]
 
 
 def agent_command(key: Path, options: Sequence[str] = (), python: str | None = None) -> list[str]:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clusterenv.backends.contract import Hopeless
 from clusterenv.backends.launch.logs import read_tail
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError
 from clusterenv.system.cpus import usable_cores
-from clusterenv.system.exits import how_it_ended
+from clusterenv.system.exits import NEVER, how_it_ended
 
 if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode
@@ -76,7 +77,11 @@ class AgentProcesses:
 
     def look(self) -> dict[int, str]:
         codes = {node: agent.poll() for node, agent in self._agents.items()}
-        return {node: f"ended: {how_it_ended(code)}" for node, code in codes.items() if code is not None}
+        return {
+            node: (Hopeless if code == NEVER else str)(f"ended: {how_it_ended(code)}")
+            for node, code in codes.items()
+            if code is not None
+        }
 
     def state(self, node: int) -> str:
         agent = self._agents.get(node)
