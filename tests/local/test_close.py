@@ -84,7 +84,7 @@ def plan(tmp_path):
     (tmp_path / "run").mkdir()
     key = tmp_path / "run" / "node-0.key"
     key.write_text("key")
-    return Plan("abc", tmp_path / "run", (key,), 60.0, True, 1, "tcp://127.0.0.1:1", threading.Event())
+    return Plan("abc", tmp_path / "run", (key,), 60.0, True, "tcp://127.0.0.1:1", threading.Event())
 
 
 def test_an_sbatch_that_hangs_when_the_run_is_closed(slurm, plan, monkeypatch):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gymnasium.vector import AutoresetMode
 
@@ -49,15 +49,8 @@ def start(
 ) -> Pool:
     """Listen, have node agents started, wait for them all, and make the pool."""
     host = listening_address(type(remote).__name__, remote.bind)
-    advertised = parse_advertise(remote.advertise)
-    nodes = remote.nodes
-    most, each = remote.max_nodes or nodes, remote.workers_per_node
-    workers = most * each
-    if workers > blueprint.num_envs:
-        raise SpecError(
-            f"{most} nodes with {each} workers each are {workers} workers for {blueprint.num_envs} environments: "
-            f"ask for fewer"
-        )
+    nodes, most = remote.nodes, remote.max_nodes or remote.nodes
+    _check_workers(most, remote.workers_per_node, blueprint.num_envs)
     # A connection for each node, a second one for a moment while it dials, and the sockets of the head.
     allow_open_files(f"{most} nodes", more=2 * most + 24)
     timing = Timing(*remote.heartbeat_s, remote.move_after_s)
@@ -87,46 +80,21 @@ def start(
             timing,
             events,
             keeper,
-            cores=1 if remote.oversubscribe else each,
+            cores=1 if remote.oversubscribe else remote.workers_per_node,
             sends_pickle=remote.allow_pickle,
             invited=nodes,
         )
-        address = dialled(head.address, advertised)
+        address = dialled(head.address, parse_advertise(remote.advertise))
         folder.write_keys(address, keys.public, node_keys)
         with folder.writing():
-            plan = Plan(
-                folder.run,
-                folder.path,
-                folder.files,
-                timing.lease_s,
-                remote.allow_pickle,
-                nodes,
-                address,
-                keeper.closing,
-                folder.digests if remote.owner_squashed else (),
-            )
-            jobs = _launch(remote, plan, folder)
+            jobs = _launch(remote, folder, timing.lease_s, address, keeper.closing)
             keeper.keep(jobs, nodes)
         if isinstance(jobs, DescribesJobs):
             emit(logging.INFO, jobs.describe())
         head.needed_nodes = remote.min_nodes or nodes
         _await(head, address, keeper, jobs, remote, nodes, blueprint.num_envs)
         head.share_out()
-        slots_of = split(blueprint.num_envs, workers)
-        seat_of = [worker // each for worker in range(workers)]
-        crew = RemoteCrew(
-            head,
-            blueprint,
-            slots_of,
-            seat_of,
-            mode,
-            recovery.check,
-            threads=remote.threads_per_worker,
-            preload=remote.preload,
-            other=remote.other_infos,
-            stop=stop,
-        )
-        pool = Pool(crew, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=seat_of)
+        pool = _make_pool(head, remote, blueprint, mode, recovery, events, stop)
         head.needed_nodes = 1  # from now on, the others take over whatever a node leaves
         return pool
     except BaseException:
@@ -134,15 +102,53 @@ def start(
         raise
 
 
+def _check_workers(most: int, each: int, num_envs: int) -> None:
+    if most * each > num_envs:
+        raise SpecError(
+            f"{most} nodes with {each} workers each are {most * each} workers for {num_envs} environments: "
+            f"ask for fewer"
+        )
+
+
+def _make_pool(
+    head: Head,
+    remote: Remote,
+    blueprint: Blueprint,
+    mode: AutoresetMode | None,
+    recovery: Recovery,
+    events: EventLog,
+    stop: Callable[[float], None],
+) -> Pool:
+    each = remote.workers_per_node
+    workers = (remote.max_nodes or remote.nodes) * each
+    slots_of = split(blueprint.num_envs, workers)
+    seat_of = [worker // each for worker in range(workers)]
+    crew = RemoteCrew(
+        head,
+        blueprint,
+        slots_of,
+        seat_of,
+        mode,
+        recovery.check,
+        threads=remote.threads_per_worker,
+        preload=remote.preload,
+        other=remote.other_infos,
+        stop=stop,
+    )
+    return Pool(crew, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=seat_of)
+
+
 def example_plan(remote: Remote) -> Plan:
     """Return the plan of a run that there is not, called RUN, for `script`: its files and its address do not exist."""
     folder = run_path(remote.folder, "RUN")
     files = tuple(key_file(folder, node) for node in range(remote.max_nodes or remote.nodes))
-    return Plan("RUN", folder, files, remote.heartbeat_s[2], remote.allow_pickle, remote.nodes, "tcp://HEAD:PORT")
+    return Plan("RUN", folder, files, remote.heartbeat_s[2], remote.allow_pickle, "tcp://HEAD:PORT")
 
 
-def _launch(remote: Remote, plan: Plan, folder: RunFolder) -> Jobs:
+def _launch(remote: Remote, folder: RunFolder, lease_s: float, address: str, closing: threading.Event) -> Jobs:
     """Return the jobs of the run, with their note written: from then on `clusterenv gc` ends what is left of them."""
+    digests = folder.digests if remote.owner_squashed else ()
+    plan = Plan(folder.run, folder.path, folder.files, lease_s, remote.allow_pickle, address, closing, digests)
     jobs = remote.launch(plan)
     try:
         if isinstance(jobs, LeavesJobs):

@@ -205,8 +205,6 @@ class Plan:
     """The key file of each node; as many as there may ever be nodes. Secret."""
     lease_s: float
     allow_pickle: bool
-    nodes: int
-    """So many are wanted at first, of those that have a key file."""
     address: str
     """What nodes dial."""
     closing: threading.Event = field(default_factory=threading.Event)
