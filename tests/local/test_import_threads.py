@@ -58,7 +58,10 @@ def test_threads_of_imported_modules_are_there_in_every_worker(tmp_path, monkeyp
 
     caplog.set_level(logging.WARNING, "clusterenv")
     recovery = ce.Recovery(step_timeout_s=20.0)
-    backend = ce.Local(workers=2, network=network, preload=("timed_module",))
+    preload = ("timed_module",)
+    backend = (
+        ce.Loopback(nodes=1, workers_per_node=2, preload=preload) if network else ce.Local(workers=2, preload=preload)
+    )
     with ce.ClusterEnv([make] * 2, backend=backend, recovery=recovery) as envs:
         envs.reset(seed=1)
         for _ in range(3):

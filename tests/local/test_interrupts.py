@@ -21,7 +21,7 @@ ACTIONS = np.zeros(N, dtype=np.int64)
 BACKENDS = {
     "local": ce.Local(workers=2),
     "inline": ce.Local(workers=0),
-    "network": ce.Local(network=True, workers=2, nodes=2),
+    "network": ce.Loopback(nodes=2, workers_per_node=1),
 }
 
 

@@ -72,7 +72,9 @@ def test_a_line_without_end_is_not_kept(raw, monkeypatch):
         assert shown == ["[slot 0] " + "." * 999], "the last state of the bar, when the worker ends"
 
 
-@pytest.mark.parametrize("backend", [ce.Local(workers=1), ce.Local(network=True, workers=1)], ids=["local", "network"])
+@pytest.mark.parametrize(
+    "backend", [ce.Local(workers=1), ce.Loopback(nodes=1, workers_per_node=1)], ids=["local", "network"]
+)
 def test_output_that_nobody_reads_is_dropped_and_counted(backend, tmp_path, monkeypatch):
     shown, lines = [], 30_000
     monkeypatch.setattr(output_module, "emit_output", shown.append)

@@ -101,7 +101,7 @@ import sys, time
 import numpy as np
 import clusterenv as ce
 
-backend = ce.Slurm(nodes=1, interface="lo", folder=sys.argv[1], heartbeat=(0.2, 1.5, 4.0))
+backend = ce.Slurm(nodes=1, interface="lo", folder=sys.argv[1], heartbeat_s=(0.2, 1.5, 4.0))
 with ce.ClusterEnv("CartPole-v1", 1, backend=backend) as envs:
     envs.reset(seed=1)
     print("running", flush=True)
