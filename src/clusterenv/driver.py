@@ -114,8 +114,9 @@ class Pool:
             raise SpecError("Vector(fn) takes spaces of a fixed size only (no Text, Sequence, Graph)")
         self.layout = layout
         self.rows = Delivery(self.num_envs, self.single_observation_space, Buffers(layout, self.crew.allocate(layout)))
+        self._slots = Slots(mode)
         state = State(
-            self._workers, Slots(mode), self.rows, self._requests, lives, self.weights, self.events, self.is_vector
+            self._workers, self._slots, self.rows, self._requests, lives, self.weights, self.events, self.is_vector
         )
         attach = Attach(layout, self.single_observation_space, self.single_action_space)
         self._state = state
@@ -165,18 +166,20 @@ class Pool:
 
     # -- a step of all slots ----------------------------------------------------------------------------------
 
-    def step_all(self) -> bool:
-        """Step every slot with the actions in shared memory: the hot loop. True: `deliver_all` has the rows.
+    def step_all(self, copy: bool) -> tuple[Any, Any, Any, Any, dict[str, Any]] | None:
+        """Step every slot with the actions in shared memory: the hot loop.
 
-        False, where anything unusual happened: the step is under way, and `collect` and `deliver` go on with it.
+        None, where anything unusual happened: the step is under way, and `collect` and `deliver` go on with it.
         """
-        if self._requests.last_number % _LOOK_EVERY == 0:  # workers' output, and what else the hot loop does not read
+        requests, engine = self._requests, self._engine
+        if requests.number % _LOOK_EVERY == 0:  # workers' output, and what else the hot loop does not read
             self._inbox.extend(self.crew.wait(0.0))
-        if self._inbox or not self._engine.is_calm:
+            engine.count_steps(_LOOK_EVERY)
+        if self._inbox or self._slots.records or requests.count:
             self.send_step(None, None)
-            return False
-        number = self._requests.next_number()
-        crew, engine, done = self.crew, self._engine, 0
+            return None
+        requests.number = number = requests.number % 0xFFFF_FFFF + 1
+        crew, done = self.crew, 0
         try:
             crew.ring(number)
             for worker in range(len(self.slots_of)):
@@ -188,13 +191,7 @@ class Pool:
         finally:
             if done < len(self.slots_of):
                 engine.spill(Pending(number, done), time.monotonic())
-        return done == len(self.slots_of)
-
-    def deliver_all(self, copy: bool) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Hand over the rows of a `step_all` that went well."""
-        rows = self.rows.all_rows(copy)
-        self._engine.count_steps(1)
-        return rows
+        return self.rows.all_rows(copy) if done == len(self.slots_of) else None
 
     # -- requests ---------------------------------------------------------------------------------------------
 
@@ -400,7 +397,7 @@ class Pool:
 
     def close(self, timeout_s: float) -> None:
         if hasattr(self, "rows"):
-            del self.rows.buffers  # views would keep the shared memory open
+            self.rows.close()
         if hasattr(self, "collecting"):
             self.collecting.close()
         self.crew.close(timeout_s)

@@ -154,13 +154,17 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         pool = self._pool
         if actions.__class__ is not np.ndarray and is_agent(actions):
             return self._step_with(actions)
-        objects = self._place(actions, None)
-        self._guard.is_interrupted = True
-        if objects is None and pool.step_all():
-            result = pool.deliver_all(self.copy)
-            self._guard.is_interrupted = False
-            return result
-        if objects is not None:
+        guard = self._guard
+        if guard.may_end:
+            guard.check_not_ended(None)
+        objects = self._reader.place(actions, None, pool.rows.buffers.actions)
+        guard.is_interrupted = True
+        if objects is None:
+            result = pool.step_all(self.copy)
+            if result is not None:
+                guard.is_interrupted = False
+                return result
+        else:
             pool.send_step(None, objects)
         return self._collect_step()
 

@@ -60,7 +60,7 @@ def offer(number, data):
 
 
 def tell(worker, request, weights=0):
-    return Tell(2, worker, request, (), "nothing", 0, 0, False, weights)
+    return Tell(2, worker, request, (), False, weights)
 
 
 def test_requests_of_a_dead_worker_do_not_reach_its_replacement(node):

@@ -53,11 +53,6 @@ class Engine:
 
     # -- a step of all slots ----------------------------------------------------------------------------------
 
-    @property
-    def is_calm(self) -> bool:
-        """Whether every environment is live and nothing is under way."""
-        return not self.state.slots and not self.state.requests
-
     def spill(self, pending: Pending, now_s: float) -> None:
         """Not every worker has answered a step of all slots with nothing but rows: open requests for the others."""
         state = self.state

@@ -46,13 +46,10 @@ class Teardown:
         self._owner = os.getpid()
         self._once = threading.Lock()  # taken by whoever does it, and never released
         self._done = threading.Event()
+        self.has_begun = False
         self._num_waiting = 0
         self._error: BaseException | None = None
         _PENDING.append(self)
-
-    @property
-    def has_begun(self) -> bool:
-        return self._once.locked()
 
     def __call__(self) -> None:
         """Begin, unless it has begun, and wait for its end. An interrupt ends the wait only. Raises what it raised."""
@@ -97,6 +94,7 @@ class Teardown:
     def _run(self) -> None:
         if not self._once.acquire(blocking=False):
             return
+        self.has_begun = True
         try:
             self._action()
         except BaseException as error:

@@ -20,20 +20,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from clusterenv.errors import NotPlainError
 from clusterenv.memory.progress import BELL, PROGRESS_BYTES
 from clusterenv.system.orphans import become_subreaper
-from clusterenv.wire.channel import (
-    FrameReader,
-    encode,
-    encode_plain,
-    encode_quick,
-    open_request,
-    with_plain_infos,
-    with_portable_spaces,
-)
-from clusterenv.wire.requests import Built, Close, Fault, FragmentResult, Reply
+from clusterenv.wire.channel import FrameReader, encode, encode_quick, open_request
+from clusterenv.wire.requests import Close
 from clusterenv.worker.dispatch import Dispatcher
+from clusterenv.worker.network_answers import NetworkAnswers
 
 __all__ = ["STACK_SIGNAL", "SharedMemory", "run"]
 
@@ -118,18 +110,19 @@ def run(
     dispatcher = Dispatcher(makers, mode, check, progress, _Mapped(memory))
     receiver = _Receiver(channel, progress, spin_s)
     reader = FrameReader(open_request, allow_pickle=not is_named)
+    network = None if plain is None else NetworkAnswers(channel, plain)
 
-    def send(reply: Any) -> None:
-        if isinstance(reply, int):
-            channel.sendall(encode_quick(reply))
-        else:
-            channel.sendall(encode(reply) if plain is None else _for_network(reply, plain))
+    def send_here(reply: Any) -> None:
+        channel.sendall(encode_quick(reply) if isinstance(reply, int) else encode(reply))
 
+    send = send_here if network is None else network.send
     while True:
         data = receiver.receive()
         if not len(data):
             os._exit(0)
         for message in reader.feed(data):
+            if network is not None:
+                network.begin(message)
             reply = dispatcher.handle(message, send)
             if reply is not None:
                 send(reply)
@@ -145,21 +138,6 @@ def _seed_global_generators() -> None:
     generator = getattr(sys.modules.get("torch"), "default_generator", None)  # imported later, it seeds itself
     if generator is not None:
         generator.seed()
-
-
-def _for_network(reply: Any, other: Literal["refuse", "repr"]) -> bytes:
-    if isinstance(reply, Built):
-        reply = with_portable_spaces(reply)
-    try:
-        return encode_plain(reply, other)
-    except NotPlainError as error:
-        if isinstance(reply, Reply) and isinstance(reply.result, FragmentResult):
-            # The rows are there and in order; the head must get them, or it would wait for them for ever.
-            return encode_plain(reply._replace(result=with_plain_infos(reply.result)), other)
-        # The fault of whatever environment returned it; which one is in the path that the error names.
-        slots = reply.slots if isinstance(reply, Reply) else []
-        fault = Fault(slots[0] if slots else -1, "step", f"{error}", "", None, 0, 0)
-        return encode_plain(Reply(reply.request, slots, faults=[fault]))
 
 
 class _Receiver:
