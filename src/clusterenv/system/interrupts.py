@@ -95,6 +95,7 @@ def uninterrupted_generator(
 def checkpoint() -> None: ...
 @overload
 def checkpoint(value: _R) -> _R: ...
+@interruptible
 def checkpoint(value: Any = None) -> Any:
     """Handle a Ctrl-C that was kept; returns `value`. Called where everything is in order, and where a call waits."""
     if STATE.pending and _is_main_thread():

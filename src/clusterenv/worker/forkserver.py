@@ -83,14 +83,9 @@ class _Server:
 
     def serve(self) -> None:
         while True:
-            children = self._children.values()
-            waiting = [at for child in children for at in (child.kill_at, child.stack_until) if at is not None]
-            if self._has_orphans:
-                waiting.append(time.monotonic() + _ORPHANS_S)
-            timeout_ms = max(0.0, (min(waiting) - time.monotonic()) * 1000) if waiting else None
             wanted = select.POLLIN | (select.POLLOUT if self._outbox else 0)
             self._poller.modify(self._control, wanted)
-            for fd, events in self._poller.poll(timeout_ms):
+            for fd, events in self._poller.poll(self._timeout_ms()):
                 if fd == self._control.fileno():
                     if events & select.POLLOUT:
                         self._flush()
@@ -100,16 +95,26 @@ class _Server:
                     self._read_output(self._outputs[fd])
                 elif fd in self._children:
                     self._bury(self._children[fd])
-            now = time.monotonic()
-            for child in list(self._children.values()):
-                if child.kill_at is not None and child.kill_at <= now:
-                    kill_group(child.pid)
-                    child.kill_at = None
-                if child.stack_until is not None and child.stack_until <= now:
-                    self._send(("stack", child.index, child.stack[:_TAIL_BYTES].decode(errors="replace")))
-                    child.stack, child.stack_until = b"", None
-            if self._has_orphans:
-                self._end_orphans()
+            self._do_due(time.monotonic())
+
+    def _timeout_ms(self) -> float | None:
+        children = self._children.values()
+        waiting = [at for child in children for at in (child.kill_at, child.stack_until) if at is not None]
+        if self._has_orphans:
+            waiting.append(time.monotonic() + _ORPHANS_S)
+        return max(0.0, (min(waiting) - time.monotonic()) * 1000) if waiting else None
+
+    def _do_due(self, now: float) -> None:
+        """Kill workers that had their time to write where they hang; send the stacks that were asked for."""
+        for child in list(self._children.values()):
+            if child.kill_at is not None and child.kill_at <= now:
+                kill_group(child.pid)
+                child.kill_at = None
+            if child.stack_until is not None and child.stack_until <= now:
+                self._send(("stack", child.index, child.stack[:_TAIL_BYTES].decode(errors="replace")))
+                child.stack, child.stack_until = b"", None
+        if self._has_orphans:
+            self._end_orphans()
 
     def _command(self) -> bool:
         try:
