@@ -149,7 +149,9 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         pool = self._pool
         if actions.__class__ is not np.ndarray and is_agent(actions):
             return self._step_with(actions)
-        objects = self._place(actions, None)
+        if self._guard.may_end:
+            self._guard.check_not_ended(None)
+        objects = self._reader.place(actions, None, pool.buffers.actions)  # those that have no place there
         self._guard.is_interrupted = True
         if objects is None and pool.step_all():
             result = pool.deliver_all(self.copy)
@@ -286,7 +288,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         if (awaited if chosen is None else awaited[chosen]).any():
             late = np.flatnonzero(awaited).tolist()
             raise PendingCallError(f"send(): slots {late} are in flight already; recv() them first", "step")
-        self._pool.send_step(chosen, self._place(actions, chosen))
+        self._guard.check_not_ended(chosen)
+        self._pool.send_step(chosen, self._reader.place(actions, chosen, self._pool.buffers.actions))
 
     def recv(self, min_envs: int | None = None, timeout_s: float | None = None) -> StepResult:
         """Rows of at least `min_envs` slots (None: all in flight), ascending by slot; `infos["slot"]` names them."""
@@ -383,10 +386,3 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         """Counters: workers, their process ids, events by kind, slow slots, time per step, incarnations."""
         self._guard.check_open("stats")
         return self._pool.stats()
-
-    # -- inside -----------------------------------------------------------------------------------------------
-
-    def _place(self, actions: Any, slots: list[int] | None) -> list[Any] | None:
-        """Check actions and put them into shared memory; those that do not fit there are returned."""
-        self._guard.check_not_ended(slots)
-        return self._reader.place(actions, slots, self._pool.buffers.actions)

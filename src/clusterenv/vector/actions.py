@@ -39,6 +39,9 @@ class ActionReader:
 
         Spaces without a fixed size have no such arrays: their actions are returned, one per slot.
         """
+        if slots is None and actions.__class__ is np.ndarray and self._is_plainly_right(actions):
+            shared[0][...] = actions
+            return None
         if not self._are_shared:
             return self.objects(actions, list(range(self._num_envs)) if slots is None else slots)
         for target, array in zip(shared, self.arrays(actions, slots), strict=True):
@@ -75,8 +78,6 @@ class ActionReader:
 
     def arrays(self, actions: Any, slots: list[int] | None) -> list[Any]:
         """One array [n, ...] per leaf."""
-        if slots is None and actions.__class__ is np.ndarray and self._is_plainly_right(actions):
-            return [actions]
         n = self._num_envs if slots is None else len(slots)
         try:
             values = [actions] if not self._leaves[0].path else list(flatten(self._space, actions))

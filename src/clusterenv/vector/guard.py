@@ -21,7 +21,8 @@ class CallGuard:
     def __init__(self, pool: Pool, finalizer: weakref.finalize[Any, Any]) -> None:
         self._pool = pool
         self._finalizer = finalizer  # alive until the environments are closed
-        self._may_end = pool.mode is AutoresetMode.DISABLED
+        self.may_end = pool.mode is AutoresetMode.DISABLED
+        """Slots stay at the end of their episodes until they are reset: `check_not_ended` before they are stepped."""
         self.was_reset = False
         self.is_interrupted = False
         """A step or reset is under way, or ended by an exception: its rows are unknown."""
@@ -43,7 +44,8 @@ class CallGuard:
 
     def check(self, call: str) -> None:
         """Raise where this call makes no sense now."""
-        self.check_open(call)
+        if not self._finalizer.alive:
+            self.check_open(call)
         phase = self.phase
         text = refusal(call, phase)
         if text is not None:
@@ -64,7 +66,7 @@ class CallGuard:
 
     def check_not_ended(self, slots: list[int] | None) -> None:
         """Raise where a slot (None: any) would be stepped past the end of its episode."""
-        if not self._may_end:
+        if not self.may_end:
             return
         ended = self._pool.ended if slots is None else self._pool.ended[slots]
         if ended.any():
