@@ -61,7 +61,7 @@ def record(env: str, rule: ce.APS, total_steps: int, num_envs: int, nodes: int, 
     with ce.ClusterEnv(env, num_envs, backend=Virtual(nodes)) as cluster:
         learner = PPO(cluster.single_observation_space, cluster.single_action_space, total_steps)
         collector = cluster.collector(learner.policy, sync=rule, seed=seed)
-        listen(collector._exchange, happened, weights, learner.actor)
+        listen(collector._sync.exchange, happened, weights, learner.actor)
         steps = 0
         while steps < total_steps:
             batch = collector.rollout(learner.num_steps)

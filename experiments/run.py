@@ -53,11 +53,11 @@ def run_arm(
         spaces = cluster.single_observation_space, cluster.single_action_space
         learner = LEARNERS[task.learner](*spaces, total_steps, **{**task.settings, **settings})
         collector = cluster.collector(learner.policy, sync=rule, seed=seed, codec=arm.codec)  # type: ignore[arg-type]
-        watch = _Watch(collector._exchange)
+        watch = _Watch(collector._sync.exchange)
         if "sample_every" in options:
-            collector._sample_every = int(options["sample_every"])
+            collector._sync.sample_every = int(options["sample_every"])
         if "quantile" in options:
-            _measure_quantile(collector._exchange.publisher._table, options["quantile"])
+            _measure_quantile(collector._sync.publisher._table, options["quantile"])
         published = Published(task, learner, cluster.single_action_space) if arm.task.startswith("paper") else None
         steps = 0
         ends: list[tuple[int, float]] = []  # (steps so far, return) of each episode

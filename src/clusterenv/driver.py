@@ -8,7 +8,6 @@ sees the episode end once, as truncated and invalid, and then the first row of t
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections import deque
 from typing import Any
@@ -18,38 +17,38 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.engine.agreement import agree
 from clusterenv.engine.engine import Engine, Pending
-from clusterenv.engine.failures import env_error, last_words
-from clusterenv.engine.fragments import FragmentDesk
+from clusterenv.engine.failures import env_error
+from clusterenv.engine.fragments import Mode
 from clusterenv.engine.health import Health
 from clusterenv.engine.incarnations import Lives
-from clusterenv.engine.inputs import Exit, Stack
-from clusterenv.engine.instructions import Instruction, Kill, Send, Start, TraceStack
+from clusterenv.engine.inputs import WeightsHeld, WeightsSent
+from clusterenv.engine.instructions import Instruction, Kill, PutWeights, Send, Start
 from clusterenv.engine.requests import Kind, Request, Requests
 from clusterenv.engine.rows import Delivery, Rows
 from clusterenv.engine.slots import Slots
 from clusterenv.engine.state import State
+from clusterenv.engine.weights import Transfer, WeightLedger
 from clusterenv.engine.workers import Workers
 from clusterenv.errors import (
     DeadlineError,
     NotPlainError,
     PolicyError,
     SpecError,
-    UsageError,
     WorkerLostError,
 )
-from clusterenv.events import Event, EventLog
+from clusterenv.events import EventLog
 from clusterenv.executors.contract import Crew
-from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Buffers, make_layout
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint, own_spaces
+from clusterenv.starting import build
 from clusterenv.system.interrupts import held_back
-from clusterenv.wire.requests import Attach, Build, Built, FragmentResult, Reply, Sticky
+from clusterenv.wire.requests import Attach, Reply
 
 __all__ = ["Pool", "Rows"]
 
 _WATCH_S = 0.25
-"""How long one wait takes at most, and so how often a wait looks whether anybody hangs."""
+"""How long one wait takes at most."""
 
 _LOOK_S = 0.2
 """How often hangs are looked for."""
@@ -72,7 +71,7 @@ class Pool:
         events: EventLog,
         node_of: list[int] | None = None,
     ) -> None:
-        self._crew = crew
+        self.crew = crew
         self.slots_of = slots_of
         self.node_of = [0] * len(slots_of) if node_of is None else node_of
         """Worker → the machine that it is on: weights go to each machine once."""
@@ -83,7 +82,8 @@ class Pool:
         self._watched_at_s = 0.0
         self._requests = Requests(len(slots_of))
         self._workers = Workers(slots_of, self.node_of, recovery.warn_after_s)
-        self._health = Health(self._workers, self._requests, recovery)
+        self.weights = WeightLedger(self.node_of)
+        self._health = Health(self._workers, self._requests, self.weights, recovery)
         lives = Lives(self.num_envs)
         try:
             self._start(blueprint, lives, mode, recovery)
@@ -95,7 +95,8 @@ class Pool:
 
     def _start(self, blueprint: Blueprint, lives: Lives, mode: AutoresetMode | None, recovery: Recovery) -> None:
         """Build every environment, then the engine over what they have in common."""
-        agreed = agree(self._build(lives), self.slots_of, blueprint.observation_mode, lambda: own_spaces(blueprint))
+        built = build(self.crew, self._workers, self._requests, self.weights, self._health, lives, self.events)
+        agreed = agree(built, self.slots_of, blueprint.observation_mode, lambda: own_spaces(blueprint))
         self.single_observation_space = agreed.single_observation_space
         self.observation_space = agreed.observation_space
         self.single_action_space = agreed.single_action_space
@@ -111,53 +112,21 @@ class Pool:
         if self.is_vector and (not layout.actions_are_shared or any(leaf.dtype is None for leaf in layout.obs)):
             raise SpecError("Vector(fn) takes spaces of a fixed size only (no Text, Sequence, Graph)")
         self.layout = layout
-        self.rows = Delivery(self.num_envs, self.single_observation_space, Buffers(layout, self._crew.allocate(layout)))
+        self.rows = Delivery(self.num_envs, self.single_observation_space, Buffers(layout, self.crew.allocate(layout)))
         state = State(
-            self._workers, Slots(mode), self.rows, self._requests, lives, self.events, is_vector=self.is_vector
+            self._workers, Slots(mode), self.rows, self._requests, lives, self.weights, self.events, self.is_vector
         )
         attach = Attach(layout, self.single_observation_space, self.single_action_space)
         self._state = state
         self._engine = Engine(state, recovery, attach, self._health)
-        self._engine.fragments = self.desk = FragmentDesk(self)
+        self.collecting = self._engine.collecting
         for worker in self._workers:
             state.send(worker.index, attach)
-        self._carry_out()
-
-    def _build(self, lives: Lives) -> dict[int, Built]:
-        for worker in self._workers:
-            self._crew.start(worker.index)
-            seeds = [lives.seed(slot) for slot in worker.slots]
-            message = Build(self._requests.next_number(), worker.slots, seeds)
-            request = self._requests.open(worker.index, Kind.BUILD, worker.slots, message)
-            worker.asked(time.monotonic())
-            self._crew.send(worker.index, message, request)
-        built: dict[int, Built] = {}
-        while len(built) < len(self._workers):
-            for index, message in self._crew.wait(_WATCH_S):
-                if isinstance(message, Stack):
-                    self._warn_of_long_call(index, message)
-                elif isinstance(message, Exit):
-                    raise WorkerLostError(
-                        f"worker {index} {self._workers[index].reason or message.reason} while it made the environment "
-                        f"of slot {self._crew.progress(index)[0]}{last_words(message.tail)}",
-                        slots=tuple(self.slots_of[index]),
-                    )
-                elif message.faults:
-                    raise env_error(message.faults[0], self._workers.where(index))
-                else:
-                    self._requests.close_all(index)
-                    built[index] = message
-            self._watch()
-        return built
-
-    def _warn_of_long_call(self, worker: int, stack: Stack) -> None:
-        event = self._health.long_call(worker, stack.text, self._crew.progress(worker), time.monotonic())
-        if event is not None:
-            self.events.add(event)
+        self.carry_out()
 
     # -- carrying out -----------------------------------------------------------------------------------------
 
-    def _carry_out(self) -> None:
+    def carry_out(self) -> None:
         """Do what the engine wants done. What is left after an exception is done by the next call."""
         out = self._state.out
         while out:
@@ -172,16 +141,22 @@ class Pool:
                 raise
 
     def _do(self, instruction: Instruction) -> None:
-        crew = self._crew
+        crew = self.crew
         if isinstance(instruction, Send):
             crew.send(instruction.worker, instruction.message, instruction.request)
+        elif isinstance(instruction, PutWeights):
+            self._put_weights(instruction.transfer)
         elif isinstance(instruction, Start):
             crew.start(instruction.worker)
         elif isinstance(instruction, Kill):
             crew.kill(instruction.worker)
         else:
-            assert isinstance(instruction, TraceStack)
             crew.stack(instruction.worker)
+
+    def _put_weights(self, transfer: Transfer) -> None:
+        if self.crew.put_weights(transfer):
+            self.weights.heard(WeightsSent(transfer.weights.number, len(transfer.data)))
+            self.weights.heard(WeightsHeld(transfer.weights.number))
 
     # -- a step of all slots ----------------------------------------------------------------------------------
 
@@ -191,12 +166,12 @@ class Pool:
         False, where anything unusual happened: the step is under way, and `collect` and `deliver` go on with it.
         """
         if self._requests.last_number % _LOOK_EVERY == 0:  # workers' output, and what else the hot loop does not read
-            self._inbox.extend(self._crew.wait(0.0))
+            self._inbox.extend(self.crew.wait(0.0))
         if self._inbox or not self._engine.is_calm:
             self.send_step(None, None)
             return False
         number = self._requests.next_number()
-        crew, engine, done = self._crew, self._engine, 0
+        crew, engine, done = self.crew, self._engine, 0
         try:
             crew.ring(number)
             for worker in range(len(self.slots_of)):
@@ -226,11 +201,11 @@ class Pool:
         chosen = list(range(self.num_envs)) if slots is None else slots
         self._engine.acted = []
         self._engine.step(chosen, actions, knobs, time.monotonic())
-        self._carry_out()
+        self.carry_out()
 
     def send_reset(self, slots: list[int], seeds: list[int | None], options: dict[str, Any] | None) -> None:
         self._engine.reset(slots, seeds, options, time.monotonic())
-        self._carry_out()
+        self.carry_out()
 
     def call(
         self,
@@ -250,7 +225,7 @@ class Pool:
                 slots=gone,
             )
         requests = self._engine.call(name, args, kwargs, slots, time.monotonic())
-        self._carry_out()
+        self.carry_out()
         results: list[Any] = []
         for reply in self.replies(requests):
             results += reply.result or []
@@ -261,7 +236,7 @@ class Pool:
     def set_attr(self, name: str, values: dict[int, Any]) -> None:
         """Set on these slots' environments, as far as they are there, and on every later incarnation."""
         requests = self._engine.set_attr(name, values, time.monotonic())
-        self._carry_out()
+        self.carry_out()
         self.replies(requests)
 
     def replies(self, requests: list[Request]) -> list[Reply]:
@@ -307,7 +282,7 @@ class Pool:
     def turn(self, deadline: float | None) -> None:
         """Start what is due, wait for something (at most a quarter of a second), and take it in."""
         # An answer that was read and not kept would be waited for ever. In this process, a step may take any time.
-        with contextlib.nullcontext() if self._crew.is_inline else held_back():
+        with contextlib.nullcontext() if self.crew.is_inline else held_back():
             self._turn(deadline)
 
     def _turn(self, deadline: float | None) -> None:
@@ -315,16 +290,17 @@ class Pool:
         now_s = time.monotonic()
         if state.slots:
             for worker in engine.failures.due_workers(now_s):
-                if self._crew.can_start(worker):
+                if self.crew.can_start(worker):
                     engine.failures.start_worker(worker, now_s)
             engine.failures.rebuild_due(now_s)
-        self._carry_out()
-        self._inbox.extend(self._crew.wait(self._wait_s(deadline, now_s)))
+        self.carry_out()
+        self._inbox.extend(self.crew.wait(self._wait_s(deadline, now_s)))
         self._watch()
         now_s = time.monotonic()
         while self._inbox:  # kept across calls: what is heard must not be lost with an exception
             worker, message = self._inbox.popleft()
-            engine.receive(worker, message, self._crew.progress(worker), now_s)
+            at = self.crew.progress(worker) if worker >= 0 else (-1, 0, 0)
+            engine.receive(worker, message, at, now_s)
         if state.slots:
             engine.failures.check_late(now_s)
         self._raise_errors()
@@ -341,11 +317,11 @@ class Pool:
     def _watch(self) -> None:
         """Look for workers that hang, also while others answer."""
         now_s = time.monotonic()
-        if self._crew.is_inline or now_s - self._watched_at_s < _LOOK_S:
+        if self.crew.is_inline or now_s - self._watched_at_s < _LOOK_S:
             return
         self._watched_at_s = now_s
         for worker in self._health.watched():
-            instruction = self._health.watch(worker, self._crew.progress(worker), now_s)
+            instruction = self._health.watch(worker, self.crew.progress(worker), now_s)
             if instruction is not None:
                 self._do(instruction)
 
@@ -376,66 +352,7 @@ class Pool:
         self._engine.give_up_rows()
         return stepped
 
-    # -- what fragments need ----------------------------------------------------------------------------------
-
-    def number(self) -> int:
-        return self._requests.next_number()
-
-    def post(self, worker: int, kind: Kind, slots: list[int], message: Any) -> Request:
-        request = self._state.ask(worker, kind, slots, message, time.monotonic())
-        self._carry_out()
-        return request
-
-    def tell(self, worker: int, message: Any) -> None:
-        self._state.send(worker, message)
-        self._carry_out()
-
-    def allocate_arena(self, layout: ArenaLayout) -> Any:
-        return self._crew.allocate_arena(layout)
-
-    def put_weights(self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False) -> None:
-        self._crew.put_weights(node, data, offset, packed, keep)
-
-    def incarnations(self, slots: list[int]) -> list[int]:
-        return self._state.incarnations_of(slots)
-
-    def stickies(self, slots: list[int]) -> tuple[list[list[Sticky]], int]:
-        """What is set on every incarnation of these slots, and a number that changes with it."""
-        lives = self._state.incarnations
-        return [lives.stickies[slot] for slot in slots], lives.stickies_epoch
-
-    def bring_back(self, worker: int) -> bool:
-        return self._engine.start_fragment(worker)
-
-    def is_leaving(self, worker: int) -> bool:
-        return self._crew.is_leaving(worker)
-
-    def collected(self, slots: list[int], stepped: Any, result: FragmentResult) -> None:
-        self._engine.collected(slots, stepped, result)
-
-    def info_not_sent(self, worker: int, reason: str) -> None:
-        """An info of a fragment could not travel; said once, and counted."""
-        level = logging.DEBUG if "info_not_sent" in self.events.counts else logging.WARNING
-        self.events.add(Event("info_not_sent", reason, tuple(self.slots_of[worker]), worker), level=level)
-
     # -- the rest ---------------------------------------------------------------------------------------------
-
-    @property
-    def buffers(self) -> Buffers:
-        return self.rows.buffers
-
-    @property
-    def ended(self) -> Any:
-        """[N]: the last row delivered ended an episode."""
-        return self.rows.ended
-
-    @property
-    def in_flight(self) -> bool:
-        return self.rows.sent and bool(self.rows.awaited.any())
-
-    @property
-    def awaited(self) -> Any:
-        return self.rows.awaited
 
     @property
     def acted(self) -> list[Any]:
@@ -456,38 +373,29 @@ class Pool:
         self._engine.resume(state, time.monotonic())
 
     def need_packages(self, names: tuple[str, ...]) -> None:
-        self._crew.need_packages(names)
+        self.crew.need_packages(names)
 
     def scale(self, nodes: int) -> None:
-        self._crew.scale(nodes)
-        if not self.desk.is_streaming:  # nodes that nothing is under way on leave now, not with the next request
-            self._inbox.extend(self._crew.wait(0.0))
+        self.crew.scale(nodes)
+        if self.collecting.fragments.mode is not Mode.STREAM:
+            # Nodes that nothing is under way on leave now, not with the next request.
+            self._inbox.extend(self.crew.wait(0.0))
 
     def stats(self) -> dict[str, Any]:
         return {
             "workers": len(self.slots_of),
-            "worker_pids": [self._crew.pid(w) for w in range(len(self.slots_of))],
+            "worker_pids": [self.crew.pid(w) for w in range(len(self.slots_of))],
             "events": dict(self.events.counts),
             "slow_slots": sorted(self._engine.pace.slow),
-            "step_time_s": self.buffers.pace_s.copy(),
+            "step_time_s": self.rows.buffers.pace_s.copy(),
             "incarnations": np.array(self._state.incarnations.incarnations),
-            **self._crew.stats(),
+            "pull_s": list(self.weights.pull_s),
+            **self.crew.stats(),
         }
-
-    def refuse_partial_vector(self, slots: list[int]) -> None:
-        if not self.is_vector:
-            return
-        for its in self.slots_of:
-            chosen = set(its) & set(slots)
-            if chosen and len(chosen) < len(its):
-                raise UsageError(
-                    f"Vector(fn) environments step together: slots {its[0]}-{its[-1]} share a worker, "
-                    f"but only {sorted(chosen)} were sent"
-                )
 
     def close(self, timeout_s: float) -> None:
         if hasattr(self, "rows"):
             del self.rows.buffers  # views would keep the shared memory open
-        if hasattr(self, "desk"):
-            self.desk.close()
-        self._crew.close(timeout_s)
+        if hasattr(self, "collecting"):
+            self.collecting.close()
+        self.crew.close(timeout_s)

@@ -124,7 +124,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         if mask is not None and not self._guard.was_reset and not mask.all():
             raise UsageError("the first reset() must be of all environments: leave reset_mask out")
         pool = self._pool
-        dropped = pool.desk.abandon()
+        dropped = pool.collecting.fragments.abandon()
         if dropped and self._attached is not None:
             self._attached.count_dropped(dropped)
         self._guard.is_interrupted = True
@@ -151,7 +151,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             return self._step_with(actions)
         if self._guard.may_end:
             self._guard.check_not_ended(None)
-        objects = self._reader.place(actions, None, pool.buffers.actions)  # those that have no place there
+        objects = self._reader.place(actions, None, pool.rows.buffers.actions)  # those that have no place there
         self._guard.is_interrupted = True
         if objects is None and pool.step_all():
             result = pool.deliver_all(self.copy)
@@ -170,7 +170,6 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         pool = self._pool
         self._guard.is_interrupted = True
         try:
-            pool.desk.tell_all()
             pool.send_step(None, None, knobs)
             obs, rewards, terminations, truncations, infos = self._collect_step()
         except PolicyError:
@@ -283,18 +282,18 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         chosen = None
         if slots is not None:
             chosen = parameters.read_send_slots(slots, self.num_envs)
-            self._pool.refuse_partial_vector(chosen)
-        awaited = self._pool.awaited
+            self._guard.check_whole_vectors(chosen)
+        awaited = self._pool.rows.awaited
         if (awaited if chosen is None else awaited[chosen]).any():
             late = np.flatnonzero(awaited).tolist()
             raise PendingCallError(f"send(): slots {late} are in flight already; recv() them first", "step")
         self._guard.check_not_ended(chosen)
-        self._pool.send_step(chosen, self._reader.place(actions, chosen, self._pool.buffers.actions))
+        self._pool.send_step(chosen, self._reader.place(actions, chosen, self._pool.rows.buffers.actions))
 
     def recv(self, min_envs: int | None = None, timeout_s: float | None = None) -> StepResult:
         """Rows of at least `min_envs` slots (None: all in flight), ascending by slot; `infos["slot"]` names them."""
         self._guard.check("recv")
-        in_flight = int(self._pool.awaited.sum())
+        in_flight = int(self._pool.rows.awaited.sum())
         parameters.check_recv(min_envs, timeout_s, in_flight)
         self._pool.collect(in_flight if min_envs is None else min_envs, timeout_s)
         rows = self._pool.deliver(self.copy)

@@ -17,6 +17,7 @@ from gymnasium.vector import AutoresetMode
 from clusterenv.backends.local import split
 from clusterenv.driver import Pool
 from clusterenv.engine.requests import Request
+from clusterenv.engine.weights import Transfer
 from clusterenv.errors import SpecError
 from clusterenv.events import EventLog
 from clusterenv.executors.inline import InlineCrew
@@ -93,9 +94,9 @@ class _VirtualCrew(InlineCrew):
         self._buffers = Buffers(layout, memory)
         return memory
 
-    def put_weights(self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False) -> None:
-        super().put_weights(node, data, offset)
-        self._put[node][offset] = data if packed is None else packed
+    def put_weights(self, transfer: Transfer) -> bool:
+        self._put[transfer.machine.node][transfer.offset] = transfer.data
+        return super().put_weights(transfer)
 
     def stats(self) -> dict[str, Any]:
         """What a head would have sent to each node, but for its greeting and the code of the environments."""
@@ -107,9 +108,9 @@ class _VirtualCrew(InlineCrew):
     def _count_message(self, index: int, message: Any) -> None:
         data = self._put[index].pop(message.offset, None) if isinstance(message, LoadWeights) else None
         if data is not None:
-            self._count(index, Offer(index, 1, message.offset, len(data), zlib.crc32(data), True, 0, True), ())
+            self._count(index, Offer(1, message.offset, len(data), zlib.crc32(data), True, 0, True), ())
             for at in range(0, len(data), CHUNK):
-                self._count(index, Chunk(index, 1, at), [data[at : at + CHUNK]])
+                self._count(index, Chunk(1, at), [data[at : at + CHUNK]])
         tell = tell_of(message, index, index, self._slots[index])
         self._count(index, tell, [encode(message), *inputs_of(tell, self._buffers)])
 

@@ -193,10 +193,10 @@ def test_weights_that_a_node_has_are_not_taken_for_the_exact_ones_of_their_versi
         policy = ce.TorchPolicy(module, dist="categorical")
         collector = envs.collector(policy, seed=1, sync=ce.APS())
         rows = {"obs": collector.rollout(4).obs[0]}
-        publisher = collector._exchange.publisher
+        publisher = collector._sync.publisher
         exact = publisher._forward_newest(rows)
         near = {name: values * np.float32(0.5) for name, values in policy.weights().items()}
-        publisher.keep({publisher.version: codec.encode(near)})
+        publisher.weights_of = {publisher.version: codec.encode(near)}.get
         assert not np.allclose(publisher._forward_of(publisher.version, rows), exact)
         assert np.array_equal(publisher._forward_newest(rows), exact)
 
@@ -245,7 +245,7 @@ def test_recurrent_policies_are_replayed():
         collector = envs.collector(policy, seed=1, sync=ce.APS(threshold=1e9))
         for steps in (5, 40, 40):
             collector.rollout(steps)
-        publisher = collector._exchange.publisher
+        publisher = collector._sync.publisher
         with torch.no_grad():
             module.head.bias.add_(1e-7)
         collector.rollout(40)

@@ -157,7 +157,7 @@ def test_a_dead_fork_server_is_started_again(tmp_path):
     envs = troubled(tmp_path, None, length=1_000_000)  # a loss between two episodes would cost none
     envs.reset(seed=0)
     envs.step(ZEROS)
-    server = envs._pool._crew._server
+    server = envs._pool.crew._server
     os.kill(server.pid, signal.SIGKILL)
     # Its workers die with it, but each a little later, and may answer a step before.
     lost = np.zeros(N, dtype=int)

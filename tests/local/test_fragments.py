@@ -41,10 +41,10 @@ def test_the_drift_of_a_version_whose_weights_nobody_has_is_not_known():
     policy = ce.TorchPolicy(torch.nn.Linear(4, 2), dist="categorical")
     with ce.ClusterEnv("CartPole-v1", 1, backend=ce.Local(workers=0)) as envs:
         collector = envs.collector(policy, sync=ce.APS())
-        publisher: Publisher = collector._exchange.publisher
+        publisher: Publisher = collector._sync.publisher
         publisher.publish()
         publisher.note(3, {"obs": np.zeros((2, 4), np.float32)}, np.zeros((2, 2), np.float32))
-        publisher.keep({3: publisher.data})
+        publisher.weights_of = {3: publisher.data}.get
         assert publisher.drift(1, {}) is None, "a late fragment of version 1, none of whose samples was valid"
 
 

@@ -142,17 +142,21 @@ def test_auto_chooses_small_forms_and_says_so():
 def test_weights_that_cannot_be_unpacked_are_sent_whole(monkeypatch, caplog):
     put, damaged = RemoteCrew.put_weights, []
 
-    def damaging(self, node, data, offset, packed=None, keep=False):
-        if packed is not None and node == 0 and len(damaged) < 2:
-            packed = packed[:40] + bytes([packed[40] ^ 255]) + packed[41:]
-            damaged.append(node)
-        put(self, node, data, offset, packed, keep)
+    def damaging(self, transfer):
+        if transfer.is_packed and transfer.machine.node == 0 and len(damaged) < 2:
+            packed = transfer.data[:40] + bytes([transfer.data[40] ^ 255]) + transfer.data[41:]
+            transfer.weights = transfer.weights._replace(packed=packed)
+            damaged.append(len(transfer.weights.data))
+        return put(self, transfer)
 
     monkeypatch.setattr(RemoteCrew, "put_weights", damaging)
     with caplog.at_level(logging.WARNING, "clusterenv"):
-        real, *_ = collect(ce.Local(workers=2, nodes=2, network=True), "int8", ce.Always())
+        real, stats, _ = collect(ce.Local(workers=2, nodes=2, network=True), "int8", ce.Always())
     assert len(damaged) == 2 and caplog.text.count("could not unpack") == 2
-    virtual, *_ = collect(Virtual(2), "int8", ce.Always())
+    virtual, counted, _ = collect(Virtual(2), "int8", ce.Always())
+    forms = {name: number - {"fp32": -2, "int8": 2}[name] for name, number in counted["nodes"][0]["forms"].items()}
+    assert stats["nodes"][0]["forms"] == forms and stats["pulls"] == counted["pulls"]
+    assert stats["weight_bytes"] == counted["weight_bytes"] + sum(damaged), "the damaged ones, and the whole"
     for one, other in zip(virtual, real, strict=True):
         assert np.array_equal(one.obs, other.obs) and np.array_equal(one.logprobs, other.logprobs)
 

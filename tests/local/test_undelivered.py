@@ -185,7 +185,7 @@ def test_a_rebuilt_environment_does_not_hide_the_loss_before_it(tmp_path):
     last = envs.step(ZEROS)[0]
     os.kill(envs.stats()["worker_pids"][0], signal.SIGKILL)
     wait_for(lambda: envs._pool.turn(None) or "worker_lost" in envs._events.counts)
-    envs._pool.bring_back(0)
+    envs._pool.collecting.is_ready(0)
     wait_for(lambda: envs._pool.turn(None) or all(envs._pool._state.slots.env(slot) is Env.HELD for slot in (0, 1)))
     obs, rewards, _, truncations, infos = envs.step(ZEROS)
     assert np.array_equal(obs[:2], last[:2]) and truncations.tolist() == [True, True, False, False]

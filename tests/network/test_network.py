@@ -303,7 +303,7 @@ def test_a_large_pull_over_a_slow_link_delays_nobody_else(net):
     """100 MB at 8 MB/s to one node, while the other steps."""
     with ce.ClusterEnv(ID, 4, backend=Namespaces(net, heartbeat=FAST), recovery=RECOVERY) as envs:
         envs.reset(seed=1)
-        crew, slots = envs._pool._crew, np.array([2, 3])
+        crew, slots = envs._pool.crew, np.array([2, 3])
 
         def steps(until):
             seconds = []
@@ -527,7 +527,7 @@ def test_a_node_that_stays_away_hands_its_slots_to_the_others(net):
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         envs.reset(seed=1)
         envs.step(zeros())
-        crew = envs._pool._crew
+        crew = envs._pool.crew
         backend.jobs[0].is_full = True
         agents()[0].kill()
         step_until(envs, lambda: crew._head.roster.holder(0) == 1, 15)
@@ -674,7 +674,7 @@ def test_a_worker_speaks_of_its_own_slots_only(net):
 
     with make(net) as envs:
         envs.reset(seed=1)
-        crew = envs._pool._crew
+        crew = envs._pool.crew
         assert isinstance(crew, RemoteCrew)
         forged = plain().pack(Reply(7, [3]))
         with pytest.raises(ce.ProtocolError, match="slots that it does not have"):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import clusterenv as ce
 from clusterenv.backends.local import split
 from clusterenv.engine.health import PaceWatch
-from clusterenv.engine.places import Shelf
 from clusterenv.engine.workers import Workers
 from clusterenv.events import Event
 from clusterenv.memory.rows import assemble, flatten, leaves_of, make_layout
@@ -136,16 +135,3 @@ def test_who_hangs_and_who_is_slow():
     times = np.array([0.01, 0.011, 0.012, 0.2, 0.0])
     assert [slot for slot, _ in pace.newly_slow(times)] == [3] and pace.newly_slow(times) == []
     assert PaceWatch().newly_slow(times / 1e4) == [], "far below a millisecond nobody is slow"
-
-
-def test_weights_are_not_written_over_before_they_are_read():
-    shelf = Shelf()
-    first = shelf.place(100, None)
-    shelf.reads(0, 1, first)
-    second = shelf.place(100, None)
-    assert second != first
-    shelf.reads(1, 2, second)
-    shelf.has_read(1)
-    assert shelf.place(100, None) == first and shelf.place(100, keep=first) not in (first, second)
-    shelf.forget(1)
-    assert shelf.place(101, None) not in (first, second), "larger than any place so far"

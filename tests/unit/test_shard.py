@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from clusterenv.cluster.weight_server import Offers
 from clusterenv.engine.inputs import Exit
 from clusterenv.node import shard as seat_module
 from clusterenv.node.shard import Seat
+from clusterenv.node.weight_store import WeightStore
 from clusterenv.spec import Delivered
-from clusterenv.wire.messages import Chunk, Exited, Host, Offer, Pull, Tell, Withdrawn
+from clusterenv.wire.messages import Chunk, Exited, Host, Offer, Pull, Tell
 
 
 class FakeProcesses:
@@ -36,9 +36,6 @@ class FakeProcesses:
         events, self.events = self.events, []
         return events
 
-    def put_weights(self, node, data, offset):
-        pass
-
     def die(self, index):
         self.running.discard(index)
         self.events.append((index, Exit("killed", "")))
@@ -50,44 +47,85 @@ def node(monkeypatch):
     sent: list[Any] = []
     workers = ((4, (0,)), (5, (1,)))
     host = Host(2, workers, 2, None, None, True, 1, (), "refuse", False, ())
-    seat = Seat(host, b"", Delivered({}, b""), lambda message, frames: sent.append(message))
+    store = WeightStore(lambda message, frames: sent.append(message))
+    seat = Seat(host, b"", Delivered({}, b""), lambda message, frames: sent.append(message), store)
     for worker, _ in workers:
         seat.start(worker)
-    return seat, seat._crew, sent
+    yield seat, seat._crew, store, sent
+    store.close()
 
 
 def offer(number, data):
-    return Offer(2, number, 0, len(data), zlib.crc32(data), False, 0, False)
+    return Offer(number, 0, len(data), zlib.crc32(data), False, 0, False)
 
 
-def tell(worker, request):
-    return Tell(2, worker, request, (), "nothing", 0, 0, False)
+def tell(worker, request, weights=0):
+    return Tell(2, worker, request, (), "nothing", 0, 0, False, weights)
 
 
 def test_requests_of_a_dead_worker_do_not_reach_its_replacement(node):
-    seat, processes, sent = node
-    seat.offer(offer(7, b"weights"))
-    seat.tell(tell(4, 1), [b"load"])
-    seat.tell(tell(5, 2), [b"load"])
+    seat, processes, store, sent = node
+    store.offer(offer(7, b"weights"), 0.0)
+    seat.tell(tell(4, 1, 7), [b"load"])
+    seat.tell(tell(5, 2, 7), [b"load"])
     processes.die(0)
     seat.take()
     assert isinstance(sent[-1], Exited) and sent[-1].worker == 4
     seat.tell(tell(4, 3), [b"run"])  # sent before the head knew
     seat.start(4)
     seat.tell(tell(4, 4), [b"build"])
-    seat.chunk(Chunk(2, 7, 0), b"weights")
+    store.chunk(Chunk(7, 0), b"weights", 0.0)
+    seat.go_on()
     assert processes.told == [(1, b"load"), (0, b"build")]
 
 
+def test_requests_wait_only_for_weights_that_they_are_about(node):
+    seat, processes, store, _ = node
+    store.offer(offer(7, b"weights"), 0.0)
+    seat.tell(tell(4, 1), [b"step"])
+    assert processes.told == [(0, b"step")], "it was told to a worker that acts with what it has"
+    seat.tell(tell(4, 2, 7), [b"load"])
+    seat.tell(tell(5, 3), [b"step"])
+    assert processes.told == [(0, b"step")]
+    processes.die(0)
+    seat.take()
+    assert processes.told == [(0, b"step"), (1, b"step")], "nobody waits for the weights any more"
+
+
 def test_weights_that_were_withdrawn_hold_nothing_up(node):
-    seat, processes, sent = node
-    seat.offer(offer(7, b"weights"))
-    seat.offer(offer(8, b"newer"))
-    seat.tell(tell(5, 2), [b"load"])
-    assert sent == [Pull(2, 7, 0, 7)]
-    ((answer, _),) = Offers(3).answer(sent[0], 0.0)
-    assert answer == Withdrawn(2, 7), "the head has forgotten them"
-    seat.withdrawn(7)
-    assert sent[-1] == Pull(2, 8, 0, 5)
-    seat.chunk(Chunk(2, 8, 0), b"newer")
-    assert processes.told == [(1, b"load")]
+    seat, processes, store, sent = node
+    store.offer(offer(7, b"weights"), 0.0)
+    store.offer(offer(8, b"newer"), 0.0)
+    seat.tell(tell(5, 2, 8), [b"load"])
+    assert sent == [Pull(7, 0, 7)]
+    store.withdrawn(7, 0.0)
+    assert sent[-1] == Pull(8, 0, 5)
+    store.chunk(Chunk(8, 0), b"newer", 0.0)
+    seat.go_on()
+    assert processes.told == [(1, b"load")] and sent[-1] == Pull(8, 5, 0)
+
+
+def pulled(store, sent, data, seconds_per_byte):
+    """Answer every pull as a link of this speed would; returns how many bytes were on their way at most."""
+    now = most = got = 0
+    asked = []
+    store.offer(offer(9, data), now)
+    while sent:
+        asked += [pull for pull in sent if pull.size > 0]
+        sent.clear()
+        most = max(most, sum(pull.size for pull in asked))
+        if asked:
+            pull = asked.pop(0)
+            assert pull.at == got, "in order, each once"
+            got += pull.size
+            now += pull.size * seconds_per_byte
+            store.chunk(Chunk(9, pull.at), data[pull.at : got], now)
+    assert got == len(data) and not store.awaits(9)
+    return most
+
+
+@pytest.mark.parametrize(("bytes_per_s", "least", "most"), [(40e3, 1 << 16, 1 << 17), (1e9, 3 << 20, 4 << 20)])
+def test_a_slow_link_has_little_on_its_way(node, bytes_per_s, least, most):
+    """A frame that takes seconds would hold up whatever else is said, and look like a dead connection."""
+    _, _, store, sent = node
+    assert least <= pulled(store, sent, bytes(20 << 20), 1 / bytes_per_s) <= most

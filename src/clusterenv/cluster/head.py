@@ -21,7 +21,7 @@ import zmq
 from clusterenv.cluster.checks import mismatch
 from clusterenv.cluster.ending import Ending
 from clusterenv.cluster.roster import Admit, Dismiss, Instruction, Refuse, Replace, Roster, Seated, Unseated
-from clusterenv.cluster.weight_server import Offers, Weights
+from clusterenv.cluster.weight_server import WeightServer
 from clusterenv.code.versions import FOR_PICKLES
 from clusterenv.errors import ProtocolError
 from clusterenv.events import Event, EventLog
@@ -34,9 +34,11 @@ from clusterenv.wire.messages import (
     FromNode,
     Hello,
     Leave,
+    Offer,
     Pull,
     Refused,
     Welcome,
+    Withdrawn,
 )
 
 __all__ = ["Head", "Keeper", "Timing"]
@@ -145,7 +147,8 @@ class Head:
         self.inbox: deque[tuple[int, Any, list[Any]]] = deque()  # (seat, message, frames)
         self.seat_events: deque[Seated | Unseated] = deque()
         self.progress: dict[int, tuple[int, int, int, int]] = {}  # worker → pid, slot, phase, step
-        self._offers = Offers(len(node_keys))
+        self._weights = WeightServer()
+        self.pulls: deque[tuple[Pull, int, float]] = deque()  # those answered: bytes of weights sent, and when
         self.leaving: frozenset[int] = frozenset()
         """Seats that are to change hands; the crew says when (`release`)."""
         self.refusals: dict[int, str] = {}
@@ -177,11 +180,13 @@ class Head:
             node = self.roster.holder(seat)
             return node is not None and self._send(node, message, payload)
 
-    def offer(self, weights: Weights, keep: set[int]) -> None:
-        """These weights may be pulled by their seat, and those with the numbers `keep`; no others."""
+    def offer(self, node: int, session: int, offer: Offer, data: bytes) -> None:
+        """These weights may be pulled by this node, while this session of it lasts."""
         with self._mine:
-            self._offers.put(weights, keep, time.monotonic())
-            self.send(weights.offer.seat, weights.offer)
+            if node in self._active and self.roster.session(node) == session:
+                self._weights.keep({self.roster.session(other) for other in self._active})
+                self._weights.put(offer.weights, session, data, offer.is_packed)
+                self._send(node, offer)
 
     def scale(self, nodes: int) -> None:
         with self._mine:
@@ -214,7 +219,7 @@ class Head:
     def pump(self, timeout_s: float) -> None:
         """Wait until something has come, at most so long, and sort it."""
         with self._mine:
-            if self.inbox or self.seat_events:
+            if self.inbox or self.seat_events or self.pulls:
                 timeout_s = 0.0
             self._turn(timeout_s)
 
@@ -272,10 +277,7 @@ class Head:
         try:
             said = peer.reader.read(arrived.frames)
         except ProtocolError as error:
-            self.dropped += 1
-            if self._active.get(node) is peer:
-                self._do(self.roster.gone(node, f"it broke the protocol: {error}", now))
-                self._say(peer, 0, Refused(str(error), True))
+            self._broke_protocol(peer, error, now)
             return
         if said is None:
             self.roster.heard(node, self.roster.session(node), now)
@@ -293,12 +295,21 @@ class Head:
                 self.progress[worker] = (where[0], where[1], where[2], where[3])
         elif isinstance(message, Bye):
             self._do(self.roster.gone(node, message.reason, now))
+        elif isinstance(message, Pull):
+            try:
+                self._give(message, node)
+            except ProtocolError as error:
+                self._broke_protocol(peer, error, now)
         elif self.roster.holder(message.seat) != node:
             self.dropped += 1
-        elif isinstance(message, Pull):
-            self._give(message, node)
         else:
             self.inbox.append((message.seat, message, frames))
+
+    def _broke_protocol(self, peer: _Peer, error: ProtocolError, now: float) -> None:
+        self.dropped += 1
+        if self._active.get(peer.node) is peer:
+            self._do(self.roster.gone(peer.node, f"it broke the protocol: {error}", now))
+            self._say(peer, 0, Refused(str(error), True))
 
     def _hello(self, peer: _Peer, hello: Hello, now: float) -> None:
         before = self._active.get(peer.node)
@@ -340,7 +351,6 @@ class Head:
             elif isinstance(item, Unseated):
                 if item.is_there:
                     self._send(item.node, Leave(item.seat))
-                self._offers.forget(item.seat)
                 self.seat_events.append(item)
             elif isinstance(item, Seated):
                 self.seat_events.append(item)
@@ -368,12 +378,13 @@ class Head:
         return True
 
     def _give(self, pull: Pull, node: int) -> None:
-        answer = self._offers.answer(pull, time.monotonic())
-        if answer is None:
-            self.dropped += 1
-            return
-        for message, payload in answer:
+        sent = 0
+        for message, payload in self._weights.answer(pull, self.roster.session(node)):
             self._send(node, message, payload)
+            if isinstance(message, Withdrawn):
+                return
+            sent += sum(map(len, payload))
+        self.pulls.append((pull, sent, time.monotonic()))
 
     def stats(self) -> dict[str, Any]:
         """Bytes of frames: encryption adds 42 to each at most, and Ethernet, IP and TCP 66 to each packet."""
@@ -382,7 +393,6 @@ class Head:
             "received_bytes": list(self.bytes_received),
             "sent_frames": list(self.frames_sent),
             "received_frames": list(self.frames_received),
-            "pull_s": list(self._offers.pull_s),
             "refused_keys": self._socket.refused,
             "dropped_messages": self.dropped,
             "missing_nodes": self.roster.missing,

@@ -1,70 +1,68 @@
-"""Weights that seats may pull, and what they are given of them. Pure: what is to be sent leaves as messages."""
+"""Weights that nodes may pull, and what they are given of them. Pure: what is to be sent leaves as messages.
+
+Filled by the caller's thread, read by whichever thread listens: the table is replaced, never changed.
+"""
 
 from __future__ import annotations
 
-import logging
-import zlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-import msgspec
-
-from clusterenv.events import emit
+from clusterenv.errors import ProtocolError
 from clusterenv.wire.frames import CHUNK
-from clusterenv.wire.messages import Chunk, Offer, Pull, Withdrawn
+from clusterenv.wire.messages import Chunk, Pull, Withdrawn
 
-__all__ = ["Offers", "Weights"]
+__all__ = ["WeightServer"]
+
+_ATTEMPTS = 3
+"""How often a node may begin to pull the same weights: what it asked for and did not read is queued in the head."""
 
 
-class Weights(NamedTuple):
-    """What a seat may pull."""
-
-    offer: Offer
+@dataclass
+class _Entry:
+    session: int
+    """Of the node that may pull them."""
     data: bytes
-    whole: bytes
-    """The same, if that is packed."""
+    is_packed: bool
+    given: int = 0
+    """Bytes in this attempt; the next range begins here."""
+    attempts: int = 1
 
 
-class Offers:
-    def __init__(self, seats: int) -> None:
-        self._weights: dict[tuple[int, int], Weights] = {}  # (seat, number)
-        self._offered_at = [0.0] * seats
-        self.pull_s: list[float | None] = [None] * seats
-        """How long each seat's last pull took."""
+class WeightServer:
+    def __init__(self) -> None:
+        self._table: dict[int, _Entry] = {}  # by the weights' number in the ledger
 
-    def put(self, weights: Weights, keep: set[int], now: float) -> None:
-        """These may be pulled by their seat from now on, and those with the numbers `keep`; no others."""
-        seat, number = weights.offer.seat, weights.offer.offer
-        self._weights = {key: kept for key, kept in self._weights.items() if key[0] != seat or key[1] in keep}
-        self._weights[seat, number] = weights
-        self._offered_at[seat] = now
+    def put(self, number: int, session: int, data: bytes, is_packed: bool) -> None:
+        """These weights may be pulled over this session, from their beginning."""
+        self._table = {**self._table, number: _Entry(session, data, is_packed)}
 
-    def forget(self, seat: int) -> None:
-        """Somebody else has it now."""
-        self._weights = {key: kept for key, kept in self._weights.items() if key[0] != seat}
+    def keep(self, sessions: set[int]) -> None:
+        """Drop what was for other sessions: they are over."""
+        if any(entry.session not in sessions for entry in self._table.values()):
+            self._table = {number: entry for number, entry in self._table.items() if entry.session in sessions}
 
-    def answer(self, pull: Pull, now: float) -> Iterator[tuple[Any, list[Any]]] | None:
-        """Messages with their frames; None where it asks for bytes that there are not."""
-        weights = self._weights.get((pull.seat, pull.offer))
-        if weights is None:  # silence would leave the seat waiting for ever, and all that waits behind these weights
-            return iter([(Withdrawn(pull.seat, pull.offer), [])])
-        if pull.size < 0:
-            return iter([(self._whole(weights), [])])
-        if not 0 <= pull.at <= pull.at + pull.size <= len(weights.data):
-            return None
-        if not pull.size:
-            self.pull_s[pull.seat] = now - self._offered_at[pull.seat]
-        end = pull.at + pull.size
-        return (
-            (Chunk(pull.seat, pull.offer, at), [memoryview(weights.data)[at : min(at + CHUNK, end)]])
-            for at in range(pull.at, end, CHUNK)
-        )
+    def answer(self, pull: Pull, session: int) -> Iterator[tuple[Any, list[Any]]]:
+        """Return messages with their frames; what is not in the table is withdrawn.
 
-    def _whole(self, weights: Weights) -> Offer:
-        """The seat could not unpack them."""
-        whole = weights.whole
-        plain = {"size": len(whole), "checksum": zlib.crc32(whole), "is_packed": False, "base": 0}
-        offer = msgspec.structs.replace(weights.offer, **plain)
-        emit(logging.WARNING, f"seat {offer.seat} could not unpack its weights: it gets them whole")
-        self._weights[offer.seat, offer.offer] = Weights(offer, whole, whole)
-        return offer
+        Each range is given once, in order; a node whose weights arrived damaged begins again, three times at most.
+        """
+        entry = self._table.get(pull.weights)
+        if entry is None or entry.session != session:
+            # Silence would leave the node waiting for ever, and whatever waits there for these weights.
+            return iter([(Withdrawn(pull.weights), [])])
+        size = len(entry.data)
+        if pull.size <= 0:
+            if entry.given != size or (pull.size < 0 and not entry.is_packed):
+                raise ProtocolError("the end of weights that were not pulled")
+            self._table = {number: kept for number, kept in self._table.items() if number != pull.weights}
+            return iter(())
+        if pull.at == 0 and entry.given:
+            entry.given = 0
+            entry.attempts += 1
+        if entry.attempts > _ATTEMPTS or pull.at != entry.given or pull.at + pull.size > size:
+            raise ProtocolError(f"{pull.size} bytes of weights from {pull.at} on, where {entry.given} were given")
+        begin, entry.given = pull.at, pull.at + pull.size
+        end, view = entry.given, memoryview(entry.data)
+        return ((Chunk(pull.weights, at), [view[at : min(at + CHUNK, end)]]) for at in range(begin, end, CHUNK))

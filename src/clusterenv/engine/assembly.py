@@ -11,9 +11,9 @@ import numpy as np
 from clusterenv.memory.fragments import Side
 from clusterenv.memory.rows import Leaf, assemble
 from clusterenv.rollout import Episodes, Rollout, map_arrays
-from clusterenv.wire.requests import FragmentResult
+from clusterenv.wire.requests import Finals, FragmentResult
 
-__all__ = ["Part", "put_together", "size_of"]
+__all__ = ["Part", "end_episodes", "put_together", "size_of"]
 
 _NONE = np.zeros(0, dtype=np.int64)
 
@@ -166,3 +166,24 @@ def size_of(part: Part, num_steps: int) -> int:
     total = sum(values[steps, columns].nbytes for values in rows)
     total += sum(values[: num_steps + 1, columns].nbytes for values in side.obs)
     return int(total + sum(values.nbytes for values in part.result.finals.leaves))
+
+
+def end_episodes(side: Side, first: int, count: int, result: FragmentResult) -> FragmentResult:
+    """Truncate the episodes that run on after this fragment; what they are bootstrapped from is its last observation.
+
+    `first`, `count`: the columns of `side` that the fragment has.
+    """
+    t, columns = result.num_steps - 1, slice(first, first + count)
+    if t < 0:
+        return result
+    ended = side.terminations[t, columns] | side.truncations[t, columns]
+    open_ones = np.flatnonzero(side.valid[t, columns] & ~ended)
+    side.truncations[t, first + open_ones] = True
+    when, who, known = result.finals
+    last = [leaf[t + 1, first + open_ones] for leaf in side.obs]
+    finals = Finals(
+        np.append(when, np.full(len(open_ones), t)),
+        np.append(who, open_ones),
+        [np.concatenate(pair) for pair in zip(known, last, strict=True)],
+    )
+    return result._replace(finals=finals)

@@ -13,18 +13,18 @@ from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.engine.collecting import Collecting, of_slots
 from clusterenv.engine.failures import Failures
-from clusterenv.engine.fragments import FragmentDesk, of_slots
 from clusterenv.engine.health import Health, PaceWatch
-from clusterenv.engine.inputs import Cause, Exit, Stack
+from clusterenv.engine.inputs import Cause, Exit, Placed, Stack, WeightsHeld, WeightsRefused, WeightsSent
+from clusterenv.engine.instructions import PutWeights
 from clusterenv.engine.requests import Kind, Request
 from clusterenv.engine.state import State
 from clusterenv.engine.workers import Progress
-from clusterenv.errors import PolicyError
 from clusterenv.events import Event
 from clusterenv.recovery import Recovery
 from clusterenv.wire import infos as info_columns
-from clusterenv.wire.requests import Act, Acted, Attach, Built, Call, FragmentResult, Reply, Reset, SetAttr, Step
+from clusterenv.wire.requests import Act, Acted, Attach, Built, Call, Reply, Reset, SetAttr, Step
 
 __all__ = ["Engine", "Pending"]
 
@@ -43,13 +43,13 @@ class Pending:
 
 class Engine:
     def __init__(self, state: State, recovery: Recovery, attach: Attach, health: Health) -> None:
+        self.collecting = Collecting(state, attach.action_space)
         self.state = state
         self.health = health
         self.failures = Failures(state, recovery, attach)
         self.acted: list[Acted] = []  # what the workers' policy did in the step under way
         self.pace = PaceWatch()
         self._steps = 0  # since slow environments were looked for
-        self.fragments: FragmentDesk
 
     # -- a step of all slots ----------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class Engine:
             self._replied(worker, message, now_s)
         elif isinstance(message, Exit):
             self.failures.worker_exited(worker, message, at, now_s)
-            (self.fragments.moved if message.cause is Cause.MOVED else self.fragments.lost)(worker)
+            self.collecting.worker_exited(worker, message.cause is Cause.MOVED)
         elif isinstance(message, Stack):
             event = self.health.long_call(worker, message.text, at, now_s)
             if event is not None:
@@ -168,6 +168,17 @@ class Engine:
             built = state.requests.get(worker, message.request)
             if built is not None:
                 state.requests.close(built)
+        elif isinstance(message, Placed):
+            state.weights.placed(*message)
+        elif isinstance(message, (WeightsSent, WeightsHeld, WeightsRefused)):
+            self._weights_went(message)
+
+    def _weights_went(self, event: WeightsSent | WeightsHeld | WeightsRefused) -> None:
+        again = self.state.weights.heard(event)
+        if again is not None:
+            reason = f"node {again.machine.node} could not unpack its weights: it gets them whole"
+            self.state.events.add(Event("weights_refused", reason))
+            self.state.out.append(PutWeights(again))
 
     def _replied(self, worker: int, reply: Reply, now_s: float) -> None:
         state = self.state
@@ -181,11 +192,13 @@ class Engine:
             return
         in_fragment = request.kind in (Kind.POLICY, Kind.FRAGMENT)
         if in_fragment:
-            self.fragments.took(worker, request.kind, reply)
+            result = self.collecting.replied(request, reply)
+            if result is not None:
+                self.count_steps(result.num_steps)
         elif request.kind is Kind.REBUILD:
             self._rebuilt(reply)
         else:
-            self._stepped(worker, request, reply)
+            self._stepped(request, reply)
         for fault in reply.faults:
             self.failures.env_failed(worker, fault, in_fragment, now_s)
 
@@ -197,15 +210,13 @@ class Engine:
                 columns = info_columns.select(reply.infos, {slot: slot}) if reply.infos else {}
                 self.failures.rebuilt(slot, columns)
 
-    def _stepped(self, worker: int, request: Request, reply: Reply) -> None:
+    def _stepped(self, request: Request, reply: Reply) -> None:
         rows = self.state.rows
         if isinstance(reply.result, Acted):
             self.acted.append(reply.result)
         elif reply.result is not None:  # the policy failed, so nothing was stepped
             rows.awaited[request.slots] = False
-            self.fragments.took(worker, Kind.POLICY, reply)
-            error = self.fragments.policy_error()
-            self.state.errors.append(error or PolicyError("the policy failed"))
+            self.collecting.replied(request, reply)
             return
         failed = {fault.slot for fault in reply.faults}
         rows.mark_ready([slot for slot in reply.slots if slot not in failed] if failed else reply.slots)
@@ -236,23 +247,6 @@ class Engine:
             for slot, reason in self.pace.newly_slow(state.rows.buffers.pace_s):
                 worker = state.workers.of_slot(slot).index
                 state.events.add(Event("slow", reason, (slot,), worker), level=logging.INFO)
-
-    # -- fragments --------------------------------------------------------------------------------------------
-
-    def start_fragment(self, worker: int) -> bool:
-        """Return whether all environments of this worker are there; what is missing is asked for."""
-        state, its = self.state, self.state.workers[worker]
-        if state.slots:
-            for slot in its.slots:
-                if state.slots.start_fragment(slot):
-                    state.rows.adopt(slot)
-        return not its.is_absent and not (state.slots and any(map(state.slots.is_gone, its.slots)))
-
-    def collected(self, slots: list[int], stepped: Any, result: FragmentResult) -> None:
-        self.state.rows.collected(slots, stepped)
-        if result.step_s is not None:
-            self.state.rows.buffers.pace_s[slots] = result.step_s
-        self.count_steps(result.num_steps)
 
     # -- giving up --------------------------------------------------------------------------------------------
 

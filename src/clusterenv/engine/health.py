@@ -9,6 +9,7 @@ import numpy as np
 
 from clusterenv.engine.instructions import Instruction, Kill, TraceStack
 from clusterenv.engine.requests import Requests
+from clusterenv.engine.weights import WeightLedger
 from clusterenv.engine.workers import Progress, Workers, WorkerState
 from clusterenv.events import Event
 from clusterenv.recovery import Recovery
@@ -24,9 +25,10 @@ _SLOW_S = 0.001
 class Health:
     """Workers that have something to do and do not get on with it."""
 
-    def __init__(self, workers: Workers, requests: Requests, recovery: Recovery) -> None:
+    def __init__(self, workers: Workers, requests: Requests, weights: WeightLedger, recovery: Recovery) -> None:
         self._workers = workers
         self._requests = requests
+        self._weights = weights
         self._recovery = recovery
 
     def watched(self) -> list[int]:
@@ -37,6 +39,9 @@ class Health:
     def watch(self, index: int, at: Progress, now_s: float) -> Instruction | None:
         """Have a worker killed that has not moved for too long; before that, ask where it is."""
         worker, phase = self._workers[index], PHASES[at[1]]
+        if self._weights.is_travelling(index):  # its requests wait on its node: it has not begun them
+            worker.asked(now_s)
+            return None
         stuck_s, limit_s = worker.stuck_s(at, now_s), self._recovery.timeout_s(phase)
         if limit_s is not None and stuck_s > limit_s:
             worker.killed(f"hung for {stuck_s:.1f} s ({phase}_timeout_s={limit_s})")

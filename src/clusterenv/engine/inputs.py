@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-__all__ = ["Cause", "Exit", "Stack"]
+__all__ = ["Cause", "Exit", "Placed", "Stack", "WeightsHeld", "WeightsRefused", "WeightsSent"]
 
 
 class Cause(enum.Enum):
@@ -33,3 +33,32 @@ class Stack(NamedTuple):
     """Where a worker is: what `Crew.stack` asked for."""
 
     text: str
+
+
+class Placed(NamedTuple):
+    """The workers of a shard run on this node from now on, over this session; node None: nowhere."""
+
+    shard: int
+    node: int | None
+    session: int = 0
+
+
+class WeightsSent(NamedTuple):
+    """Bytes of these weights went to their machine."""
+
+    number: int
+    size: int
+
+
+class WeightsHeld(NamedTuple):
+    """The machine has these weights, all of them."""
+
+    number: int
+    at: float | None = None
+    """When; None: they did not travel."""
+
+
+class WeightsRefused(NamedTuple):
+    """The machine could not unpack these weights."""
+
+    number: int

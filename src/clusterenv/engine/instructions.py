@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from clusterenv.engine.requests import Request
+from clusterenv.engine.weights import Transfer
 
-__all__ = ["Instruction", "Kill", "Send", "Start", "TraceStack"]
+__all__ = ["Instruction", "Kill", "PutWeights", "Send", "Start", "TraceStack"]
 
 
 class Start(NamedTuple):
@@ -24,6 +25,12 @@ class Send(NamedTuple):
     """None: it is not answered."""
 
 
+class PutWeights(NamedTuple):
+    """Bring weights to where the workers of a machine read them."""
+
+    transfer: Transfer
+
+
 class Kill(NamedTuple):
     """End a worker that hangs."""
 
@@ -36,4 +43,4 @@ class TraceStack(NamedTuple):
     worker: int
 
 
-Instruction = Start | Send | Kill | TraceStack
+Instruction = Start | Send | PutWeights | Kill | TraceStack

@@ -70,6 +70,11 @@ class Delivery:
             self.ready[slice(slots[0], slots[-1] + 1) if whole else slots] = True
 
     @property
+    def is_in_flight(self) -> bool:
+        """Whether a row is awaited that was asked for outside the hot loop."""
+        return self.sent and bool(self.awaited.any())
+
+    @property
     def ready_count(self) -> int:
         return int(np.count_nonzero(self.ready))
 
@@ -135,6 +140,12 @@ class Delivery:
         self._find_side()
         self._keep_objects([slot])
         self.ended[slot] = False
+
+    def keep_last_obs(self, slots: list[int], last: list[Any]) -> None:
+        """`step` goes on from the last observation of a fragment; `last`: [N, ...] per leaf."""
+        rows, side = slice(slots[0], slots[-1] + 1), self.buffers.side
+        for shared, collected in zip(self.buffers.obs, last, strict=True):
+            shared[side[rows], np.arange(rows.start, rows.stop)] = collected[rows]
 
     def collected(self, slots: list[int], stepped: Any) -> None:
         """A fragment of these slots arrived: they are in the middle of an episode. `stepped`: [N], its first row."""

@@ -11,6 +11,7 @@ from clusterenv.engine.instructions import Instruction, Send
 from clusterenv.engine.requests import Kind, Request, Requests
 from clusterenv.engine.rows import Delivery
 from clusterenv.engine.slots import Slots
+from clusterenv.engine.weights import WeightLedger
 from clusterenv.engine.workers import Workers
 from clusterenv.events import EventLog
 
@@ -24,6 +25,7 @@ class State:
     rows: Delivery
     requests: Requests
     incarnations: Lives
+    weights: WeightLedger
     events: EventLog
     is_vector: bool
     """The slots of a worker are one vector environment: they step, fail and come back together."""

@@ -33,6 +33,9 @@ class Worker:
     """ABSENT: when to start it at the earliest."""
     reason: str = ""
     """KILLED: why."""
+    policy_epoch: int = 0
+    """Which policy it was sent, and which layout of the memory of fragments; 0: none."""
+    arena_epoch: int = 0
     seen: Progress | None = None
     seen_at_s: float = 0.0
 
@@ -62,6 +65,7 @@ class Worker:
         """Its process is gone. Returns why it was killed, if it was."""
         reason, self.reason = self.reason, ""
         self.state, self.start_at_s = WorkerState.ABSENT, now_s
+        self.policy_epoch = self.arena_epoch = 0
         return reason
 
     def started(self) -> None:

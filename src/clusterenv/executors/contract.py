@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from clusterenv.engine.requests import Request
+from clusterenv.engine.weights import Transfer
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Layout
 
@@ -26,9 +27,9 @@ class Crew(Protocol):
     def start(self, index: int) -> None: ...
     def allocate(self, layout: Layout) -> Any: ...
     def allocate_arena(self, layout: ArenaLayout) -> Any: ...
-    def put_weights(self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False) -> None:
-        """Weights where the workers of a machine read them. Where they travel, they may do so `packed`, as steps from
-        those before that were to be kept."""
+    def put_weights(self, transfer: Transfer) -> bool:
+        """Bring weights to where the workers of their machine read them. True: they lie there now; otherwise `wait`
+        reports what becomes of them (`WeightsSent`, `WeightsHeld`, `WeightsRefused`)."""
         ...
 
     def send(self, index: int, message: Any, request: Request | None = None) -> None:
@@ -44,7 +45,8 @@ class Crew(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> list[tuple[int, Any]]:
-        """(worker, message) pairs; an int is a quick reply, an `Exit` the end of that worker. May be empty."""
+        """(worker, message) pairs; an int is a quick reply, an `Exit` the end of that worker, and -1 stands for none.
+        May be empty."""
         ...
 
     def progress(self, index: int) -> tuple[int, int, int]: ...

@@ -13,6 +13,7 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.engine.inputs import Cause, Exit
 from clusterenv.engine.requests import Request
+from clusterenv.engine.weights import Transfer
 from clusterenv.errors import UsageError
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Layout
@@ -77,11 +78,12 @@ class InlineCrew:
             memory.arena = arena
         return arena
 
-    def put_weights(self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False) -> None:
+    def put_weights(self, transfer: Transfer) -> bool:
         """A worker is a node of its own here."""
-        memory = self._memory[node]
+        memory, data, offset = self._memory[transfer.machine.node], transfer.weights.data, transfer.offset
         held = memory.weight_bytes
         memory.weight_bytes = held[:offset].ljust(offset, b"\0") + data + held[offset + len(data) :]
+        return True
 
     def ring(self, request: int) -> None:
         waiting = list(self._dispatchers)

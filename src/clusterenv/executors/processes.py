@@ -26,6 +26,7 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.engine.inputs import Exit, Stack
 from clusterenv.engine.requests import Request
+from clusterenv.engine.weights import Transfer
 from clusterenv.errors import ClusterEnvError, SpecError, UsageError
 from clusterenv.events import emit, emit_output
 from clusterenv.memory.fragments import ArenaLayout
@@ -38,7 +39,7 @@ from clusterenv.wire.requests import Close
 from clusterenv.worker.act_and_step import STOP, TICK
 from clusterenv.worker.main import BELL, PROGRESS_BYTES, SharedMemory
 
-__all__ = ["ProcessCrew"]
+__all__ = ["ProcessCrew", "write_weights"]
 
 _PROGRESS_WORDS = PROGRESS_BYTES // 4
 
@@ -76,6 +77,7 @@ class ProcessCrew:
         preload: tuple[str, ...] = (),
         on_output: Callable[[int, str], None] | None = None,
         plain: Literal["refuse", "repr"] | None = None,
+        weights_fd: int | None = None,
     ) -> None:
         # Here, the channel of each worker; in the fork server, its pidfd and the pipe of its output.
         allow_open_files(f"{workers} worker processes", more=workers + 16, in_child=2 * workers + 24)
@@ -100,6 +102,8 @@ class ProcessCrew:
         self._memory: mmap.mmap | None = None
         self._scratch = memoryview(bytearray(1 << 18))  # read into: a new buffer per message would cost more
         self._shared = SharedMemory(*(os.memfd_create(f"clusterenv-{name}") for name in SharedMemory._fields))
+        if weights_fd is not None:  # of a node, whose shards share it
+            os.dup2(weights_fd, self._shared.weights, inheritable=False)
         os.ftruncate(self._shared.progress, PROGRESS_BYTES * workers)
         self._progress_map = mmap.mmap(self._shared.progress, 0)
         self._fragments: mmap.mmap | None = None
@@ -191,14 +195,9 @@ class ProcessCrew:
         self._fragments = mmap.mmap(self._shared.fragments, 0)
         return self._fragments
 
-    def put_weights(
-        self, node: int, data: bytes | memoryview, offset: int, packed: bytes | None = None, keep: bool = False
-    ) -> None:
-        """Write weights where workers can read them; the file grows as needed."""
-        view = memoryview(data)
-        while view:
-            written = os.pwrite(self._shared.weights, view, offset)
-            view, offset = view[written:], offset + written
+    def put_weights(self, transfer: Transfer) -> bool:
+        write_weights(self._shared.weights, transfer.weights.data, transfer.offset)
+        return True
 
     # -- messages ---------------------------------------------------------------------------------------------
 
@@ -453,6 +452,14 @@ class ProcessCrew:
             if fd >= 0:
                 os.close(fd)
         self._shared = SharedMemory(-1, -1, -1, -1)
+
+
+def write_weights(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write weights where workers can read them; the file grows as needed."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
 
 
 def _untag(text: str) -> str:

@@ -19,11 +19,11 @@ from gymnasium.vector import AutoresetMode
 from clusterenv.cluster.checks import check_fragment, check_missing
 from clusterenv.cluster.head import Head
 from clusterenv.cluster.roster import Seated, Unseated
-from clusterenv.cluster.weight_server import Weights
 from clusterenv.code.missing import missing_package
 from clusterenv.code.packages import pack
-from clusterenv.engine.inputs import Cause, Exit, Stack
+from clusterenv.engine.inputs import Cause, Exit, Placed, Stack, WeightsHeld, WeightsRefused, WeightsSent
 from clusterenv.engine.requests import Request
+from clusterenv.engine.weights import Transfer
 from clusterenv.errors import PolicyError, ProtocolError, SpecError, StartError, UsageError
 from clusterenv.events import emit, emit_output
 from clusterenv.memory.fragments import Arena, ArenaLayout
@@ -42,6 +42,7 @@ from clusterenv.wire.messages import (
     Lacks,
     Offer,
     Output,
+    Pull,
     Ring,
     Rows,
     Rung,
@@ -72,17 +73,6 @@ class _Asked(NamedTuple):
 _ROWS = _Asked("rows", 0, 0)
 
 
-class _Put(NamedTuple):
-    """Weights that a seat is to have, at some place of its memory."""
-
-    number: int
-    data: bytes
-    packed: bytes | None
-    base: int
-    """`packed` are steps from this one."""
-    keep: bool
-
-
 def tell_of(message: Any, seat: int, worker: int, slots: list[int]) -> Tell:
     """How a message to a worker with these slots travels, and what its answer brings."""
     request = getattr(message, "request", None) or 0
@@ -91,12 +81,19 @@ def tell_of(message: Any, seat: int, worker: int, slots: list[int]) -> Tell:
         return Tell(seat, worker, request, tuple(message.slots), "rows", 0, 0, actions)
     if isinstance(message, RunFragment):
         return Tell(seat, worker, request, tuple(slots), "fragment", message.side, message.num_steps, False)
-    return Tell(seat, worker, request, (), "nothing", 0, 0, False)
+    weights = message.number if isinstance(message, LoadWeights) else 0
+    return Tell(seat, worker, request, (), "nothing", 0, 0, False, weights)
 
 
 def inputs_of(tell: Tell, buffers: Buffers | None) -> list[bytes]:
     """What the worker reads of the rows to do it."""
     return [read_inputs(buffers, tell.slots, tell.actions)] if tell.slots and buffers is not None else []
+
+
+def _pulled(pull: Pull, sent: int, now: float) -> WeightsSent | WeightsHeld | WeightsRefused:
+    if pull.size > 0:
+        return WeightsSent(pull.weights, sent)
+    return WeightsHeld(pull.weights, now) if pull.size == 0 else WeightsRefused(pull.weights)
 
 
 class RemoteCrew:
@@ -149,11 +146,6 @@ class RemoteCrew:
         self._running: set[int] = set()
         self._asked: dict[tuple[int, int], _Asked] = {}  # by (worker, request); what is not here is not listened to
         self._rung_at: dict[int, int] = {}  # seat → the whole step that it was asked for
-        self._weights: list[dict[int, _Put]] = [{} for _ in self._workers]  # per seat: place → what lies there
-        self._offered: list[set[int]] = [set() for _ in self._workers]  # places whose weights were offered
-        self._kept = [0] * len(self._workers)  # per seat: the last that others are packed against
-        self._has = [0] * len(self._workers)  # per seat: the last such that was offered to who is there now
-        self._offers = 0
         self._summed = (b"", 0)  # weights, and their checksum
         self._buffers: Buffers | None = None
         self._blocks: list[Block] = []  # per seat
@@ -171,8 +163,9 @@ class RemoteCrew:
         seat = self._seat_of[index]
         if seat not in self._hosted:
             self._hosted.add(seat)
-            self._offered[seat].clear()
-            self._has[seat] = 0
+            node = self._head.roster.holder(seat)
+            if node is not None:
+                self._events.append((-1, Placed(seat, node, self._head.roster.session(node))))
             self._head.send(seat, self._hosts[seat], [self._payload])
             self._may_lack.add(seat)
             for kind, layout in self._layouts:
@@ -201,28 +194,21 @@ class RemoteCrew:
         for seat in self._hosted:
             self._head.send(seat, kind(seat), [data])
 
-    def put_weights(self, node: int, data: bytes, offset: int, packed: bytes | None = None, keep: bool = False) -> None:
-        self._offers += 1
-        self._weights[node][offset] = _Put(self._offers, data, packed, self._kept[node] if keep else 0, keep)
-        self._offered[node].discard(offset)
-        if keep:
-            self._kept[node] = self._offers
-
-    def _offer(self, seat: int, place: int) -> None:
-        """Weights travel when a worker is told to load them, and to each machine once."""
-        if place in self._offered[seat]:
-            return
-        self._offered[seat].add(place)
-        put = self._weights[seat][place]
-        fits = put.packed is not None and put.base == self._has[seat]
-        data = put.packed if put.packed is not None and fits else put.data
+    def put_weights(self, transfer: Transfer) -> bool:
+        weights, data = transfer.weights, transfer.data
         if data is not self._summed[0]:  # one snapshot goes to every node
             self._summed = (data, zlib.crc32(data))
-        base = put.base if fits else 0
-        offer = Offer(seat, put.number, place, len(data), self._summed[1], fits, base, put.keep)
-        self._head.offer(Weights(offer, data, put.data), {kept.number for kept in self._weights[seat].values()})
-        if put.keep:
-            self._has[seat] = put.number
+        offer = Offer(
+            weights.number,
+            transfer.offset,
+            len(data),
+            self._summed[1],
+            transfer.is_packed,
+            weights.base if transfer.is_packed else 0,
+            weights.keep,
+        )
+        self._head.offer(transfer.machine.node, transfer.machine.session, offer, data)
+        return False
 
     # -- messages ---------------------------------------------------------------------------------------------
 
@@ -231,9 +217,7 @@ class RemoteCrew:
         body = self._encode(message)  # first: what cannot travel must not be waited for
         if index not in self._running:
             return  # its `Exit` was handed out already, and settles what was asked of it
-        if isinstance(message, LoadWeights):
-            self._offer(seat, message.offset)
-        elif isinstance(message, Close):
+        if isinstance(message, Close):
             return  # a node closes its seats itself
         tell = tell_of(message, seat, index, self._slots_of[index])
         if tell.request:
@@ -272,6 +256,8 @@ class RemoteCrew:
     def _collect(self, timeout_s: float) -> None:
         self._head.pump(timeout_s)
         inbox, seats = self._head.inbox, self._head.seat_events
+        while self._head.pulls:  # before the answers of workers that waited for weights
+            self._events.append((-1, _pulled(*self._head.pulls.popleft())))
         while inbox:
             seat, message, frames = inbox.popleft()
             if seat in self._seated:
@@ -300,6 +286,7 @@ class RemoteCrew:
             return
         self._seated.discard(seat)
         self._hosted.discard(seat)
+        self._events.append((-1, Placed(seat, None)))
         for worker in self._workers[seat]:
             if worker in self._running:
                 if change.is_moved:

@@ -29,6 +29,7 @@ from clusterenv.code.packages import compare
 from clusterenv.errors import ProtocolError, StartError
 from clusterenv.events import emit
 from clusterenv.node.shard import Seat
+from clusterenv.node.weight_store import WeightStore
 from clusterenv.spec import Delivered
 from clusterenv.system.cpus import usable_cores
 from clusterenv.transport.keys import Joining, KeyPair
@@ -95,6 +96,7 @@ class Agent:
         self._session = 0
         self._instance = secrets.token_hex(8)
         self._versions = versions.installed()
+        self._weights = WeightStore(self._say)
         self._seats: dict[int, Seat] = {}
         self._awaiting: dict[int, _AwaitsCode] = {}
         self._socket: NodeSocket | None = None
@@ -116,6 +118,7 @@ class Agent:
             return self._run()
         finally:
             self._drop_seats(0.5)
+            self._weights.close()
             if self._socket is not None:
                 self._socket.close(1.0)
             signal.set_wakeup_fd(-1)
@@ -196,6 +199,7 @@ class Agent:
 
     def _hang_up(self) -> None:
         self._drop_seats(0.0)
+        self._weights.reset()
         if self._socket is not None:
             self._socket.poll_off(self._poller)
             self._socket.close()
@@ -266,22 +270,29 @@ class Agent:
             self._host(message, bytes(frames[0]))
         elif isinstance(message, Code):
             self._code_came(message.seat, bytes(frames[0]))
+        elif isinstance(message, (Offer, Chunk, Withdrawn)):
+            self._weight_message(message, frames)
         elif message.seat in self._awaiting:
             self._awaiting[message.seat].messages.append((message, frames))
         elif message.seat in self._seats:
             self._seat_message(self._seats[message.seat], message, frames)
+
+    def _weight_message(self, message: Offer | Chunk | Withdrawn, frames: list[Any]) -> None:
+        now = time.monotonic()
+        if isinstance(message, Chunk):
+            self._weights.chunk(message, frames[0], now)
+        elif isinstance(message, Offer):
+            self._weights.offer(message, now)
+        else:
+            self._weights.withdrawn(message.weights, now)
+        for seat in self._seats.values():
+            seat.go_on()
 
     def _seat_message(self, seat: Seat, message: Any, frames: list[Any]) -> None:
         if isinstance(message, Tell):
             seat.tell(message, frames)
         elif isinstance(message, Ring):
             seat.ring(message, frames)
-        elif isinstance(message, Chunk):
-            seat.chunk(message, frames[0])
-        elif isinstance(message, Offer):
-            seat.offer(message)
-        elif isinstance(message, Withdrawn):
-            seat.withdrawn(message.offer)
         elif isinstance(message, Start):
             seat.start(message.worker)
         elif isinstance(message, Kill):
@@ -316,7 +327,7 @@ class Agent:
 
     def _start_seat(self, host: Host, payload: bytes, delivered: Delivered) -> None:
         try:
-            seat = self._seats[host.seat] = Seat(host, payload, delivered, self._say)
+            seat = self._seats[host.seat] = Seat(host, payload, delivered, self._say, self._weights)
         except StartError as error:
             self._say(Failed(host.seat, str(error), is_code=False))
             return

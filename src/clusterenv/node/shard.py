@@ -6,8 +6,6 @@ the head leaves by `send`.
 
 from __future__ import annotations
 
-import logging
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,25 +14,21 @@ import msgspec
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.engine.inputs import Exit, Stack
-from clusterenv.errors import ClusterEnvError, PolicyError
-from clusterenv.events import emit
+from clusterenv.errors import ClusterEnvError
 from clusterenv.executors.processes import ProcessCrew
 from clusterenv.memory.fragments import Arena, ArenaLayout
 from clusterenv.memory.rows import Buffers, Layout
 from clusterenv.memory.transfer import Block, read_fragment, read_rows, write_inputs
-from clusterenv.policy.weights.packing import unpack
+from clusterenv.node.weight_store import WeightStore
 from clusterenv.spec import Blueprint, Delivered
 from clusterenv.system.cpus import cpu_limit
 from clusterenv.wire.channel import Raw
 from clusterenv.wire.messages import (
     Answer,
-    Chunk,
     Exited,
     Failed,
     Host,
-    Offer,
     Output,
-    Pull,
     Ring,
     Rung,
     StackTrace,
@@ -42,9 +36,6 @@ from clusterenv.wire.messages import (
 )
 
 __all__ = ["Seat"]
-
-_WINDOW = 4 << 20
-"""Bytes of weights that may be on their way at once: other messages wait behind no more than these."""
 
 _SPIN_S = 2e-3
 """How long a worker waits awake for its next request: a way to the head and back, and not much more."""
@@ -59,17 +50,8 @@ class _Ticket(NamedTuple):
     num_steps: int
 
 
-class _Pulling:
-    """Weights that are on their way: bytes asked for, bytes that came, and what those sum up to."""
-
-    def __init__(self, offer: Offer) -> None:
-        self.offer = offer
-        self.asked = self.got = self.checksum = 0
-        self.whole = bytearray() if offer.is_packed or offer.keep else None
-
-
 class Seat:
-    def __init__(self, host: Host, payload: bytes, delivered: Delivered, send: Send) -> None:
+    def __init__(self, host: Host, payload: bytes, delivered: Delivered, send: Send, weights: WeightStore) -> None:
         self.number = host.seat
         self._send = send
         self._slots = dict(host.workers)
@@ -97,13 +79,13 @@ class Seat:
             host.preload,
             on_output=self._output,
             plain=host.other,
+            weights_fd=weights.descriptor,
         )
+        self._weights = weights
         self._tickets: dict[tuple[int, int], _Ticket] = {}
         self._ringing: dict[int, Any] = {}  # worker → None, or its answer
         self._ring = -1
-        self._waiting: deque[tuple[Any, list[Any]]] = deque()  # behind weights that are still to come
-        self._pulling: _Pulling | None = None
-        self._base = (0, b"")  # an offer whose weights are kept, and they
+        self._waiting: deque[tuple[Tell | Ring, list[Any]]] = deque()  # behind weights that are still to come
         self._buffers: Buffers | None = None
         self._block: Block | None = None
         self._arena: Arena | None = None
@@ -135,90 +117,24 @@ class Seat:
     def stack(self, worker: int) -> None:
         self._crew.stack(self._local[worker])
 
-    def offer(self, offer: Offer) -> None:
-        if self._pulling is not None and self._pulling.offer.offer == offer.offer:  # the same, in another form
-            self._pulling = None
-            self._waiting.appendleft((offer, []))
-        else:
-            self._waiting.append((offer, []))
-        self._go_on()
-
-    def chunk(self, chunk: Chunk, data: Any) -> None:
-        pulling = self._pulling
-        if pulling is None or (pulling.offer.offer, pulling.got) != (chunk.offer, chunk.at):
-            return
-        pulling.got += len(data)
-        self._ask(pulling)
-        if not pulling.offer.is_packed:
-            self._crew.put_weights(0, data, pulling.offer.place + chunk.at)
-        if pulling.whole is not None:
-            pulling.whole += data
-        pulling.checksum = zlib.crc32(data, pulling.checksum)
-        if pulling.got >= pulling.offer.size:
-            self._arrived(pulling)
-
-    def withdrawn(self, offer: int) -> None:
-        """Go on without these weights."""
-        self._waiting = deque(
-            entry for entry in self._waiting if not isinstance(entry[0], Offer) or entry[0].offer != offer
-        )
-        if self._pulling is not None and self._pulling.offer.offer == offer:
-            self._pulling = None
-            self._go_on()
-
-    def _ask(self, pulling: _Pulling) -> None:
-        left, on_its_way = pulling.offer.size - pulling.asked, pulling.asked - pulling.got
-        if left and on_its_way <= _WINDOW // 2:
-            size = min(left, _WINDOW - on_its_way)
-            self._send(Pull(self.number, pulling.offer.offer, pulling.asked, size), ())
-            pulling.asked += size
-
-    def _arrived(self, pulling: _Pulling) -> None:
-        offer = pulling.offer
-        if pulling.checksum != offer.checksum:
-            emit(logging.WARNING, "weights arrived damaged and are pulled again")
-            self._pulling = _Pulling(offer)
-            self._ask(self._pulling)
-            return
-        if pulling.whole is not None and not self._keep(offer, bytes(pulling.whole)):
-            self._send(Pull(self.number, offer.offer, 0, -1), ())
-            return
-        self._send(Pull(self.number, offer.offer, offer.size, 0), ())
-        self._pulling = None
-        self._go_on()
-
-    def _keep(self, offer: Offer, data: bytes) -> bool:
-        """Weights that are packed, or that others will be steps from. False: they do not fit what is here."""
-        if offer.is_packed:
-            number, base = self._base
-            try:
-                data = unpack(data, base if offer.base == number and number else None)
-            except PolicyError as error:
-                emit(logging.WARNING, f"{error}: asking for the whole")
-                return False
-            self._crew.put_weights(0, data, offer.place)
-        if offer.keep:
-            self._base = (offer.offer, data)
-        return True
-
     def tell(self, tell: Tell, frames: list[Any]) -> None:
         if not self._crew.is_running(self._local[tell.worker]):
             return  # for one that has ended, which the head did not know yet: its replacement is told anew
         self._waiting.append((tell, frames))
-        self._go_on()
+        self.go_on()
 
     def ring(self, ring: Ring, frames: list[Any]) -> None:
         self._waiting.append((ring, frames))
-        self._go_on()
+        self.go_on()
 
-    def _go_on(self) -> None:
-        """In the order in which the head spoke: what comes after an offer waits for those weights."""
-        while self._waiting and self._pulling is None:
-            message, frames = self._waiting.popleft()
-            if isinstance(message, Offer):
-                self._pulling = _Pulling(message)
-                self._ask(self._pulling)
-            elif isinstance(message, Tell):
+    def go_on(self) -> None:
+        """In the order in which the head spoke: a request about weights that are still to come holds up the rest."""
+        while self._waiting:
+            message, frames = self._waiting[0]
+            if isinstance(message, Tell) and message.weights and self._weights.awaits(message.weights):
+                return
+            self._waiting.popleft()
+            if isinstance(message, Tell):
                 self._do_tell(message, frames)
             else:
                 self._do_ring(message, frames)
@@ -257,6 +173,7 @@ class Seat:
                 self._waiting = deque(
                     entry for entry in self._waiting if not isinstance(entry[0], Tell) or entry[0].worker != worker
                 )
+                self.go_on()
                 self._send(Exited(self.number, worker, message.reason, message.tail), ())
             elif isinstance(message, Stack):
                 self._send(StackTrace(self.number, worker, message.text), ())

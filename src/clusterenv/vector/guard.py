@@ -9,6 +9,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.driver import Pool
+from clusterenv.engine.fragments import Mode
 from clusterenv.errors import ClosedError, UsageError
 from clusterenv.phases import Phase, refusal, refused
 
@@ -36,11 +37,10 @@ class CallGuard:
             return Phase.INTERRUPTED
         if not self.was_reset:
             return Phase.NEW
-        if pool.desk.is_streaming:
-            return Phase.STREAMING
-        if pool.desk.is_under_way:
-            return Phase.COLLECTING
-        return Phase.PARTIAL if pool.in_flight else Phase.IDLE
+        mode = pool.collecting.fragments.mode
+        if mode is not Mode.IDLE:
+            return Phase.STREAMING if mode is Mode.STREAM else Phase.COLLECTING
+        return Phase.PARTIAL if pool.rows.is_in_flight else Phase.IDLE
 
     def check(self, call: str) -> None:
         """Raise where this call makes no sense now."""
@@ -49,7 +49,10 @@ class CallGuard:
         phase = self.phase
         text = refusal(call, phase)
         if text is not None:
-            slots, num_steps = np.flatnonzero(self._pool.awaited).tolist(), self._pool.desk.num_steps
+            slots, num_steps = (
+                np.flatnonzero(self._pool.rows.awaited).tolist(),
+                self._pool.collecting.fragments.num_steps,
+            )
             raise refused(call, phase, text.format(slots=slots, num_steps=num_steps))
 
     def check_open(self, call: str) -> None:
@@ -68,10 +71,20 @@ class CallGuard:
         """Raise where a slot (None: any) would be stepped past the end of its episode."""
         if not self.may_end:
             return
-        ended = self._pool.ended if slots is None else self._pool.ended[slots]
+        ended = self._pool.rows.ended if slots is None else self._pool.rows.ended[slots]
         if ended.any():
-            over = np.flatnonzero(self._pool.ended).tolist()
+            over = np.flatnonzero(self._pool.rows.ended).tolist()
             raise UsageError(
                 f"the episodes of slots {over} ended, and autoreset is DISABLED: "
                 "reset(options={'reset_mask': terminations | truncations}) first"
             )
+
+    def check_whole_vectors(self, slots: list[int]) -> None:
+        """Raise where only some slots of a vector environment would be stepped."""
+        for its in self._pool.slots_of if self._pool.is_vector else ():
+            chosen = set(its) & set(slots)
+            if chosen and len(chosen) < len(its):
+                raise UsageError(
+                    f"Vector(fn) environments step together: slots {its[0]}-{its[-1]} share a worker, "
+                    f"but only {sorted(chosen)} were sent"
+                )

@@ -40,7 +40,7 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
@@ -135,8 +135,7 @@ class Beat(_Message):
 class Pull(_Message):
     """So many bytes of some weights, please; none: they are all here; -1: offer them whole, these cannot be used."""
 
-    seat: int
-    offer: int
+    weights: int
     at: int
     size: int
 
@@ -215,6 +214,8 @@ class Tell(_Message):
     side: int
     num_steps: int
     actions: bool
+    weights: int = 0
+    """It is about these weights, and waits for them where they are still to come."""
 
 
 class Ring(_Message):
@@ -237,10 +238,10 @@ class TraceStack(_Message):
 
 
 class Offer(_Message):
-    """Weights to be pulled before anything that is told after this; `place` is where in memory they go."""
+    """Weights to be pulled; `place` is where in the machine's memory they go. What has to wait for them names them."""
 
-    seat: int
-    offer: int
+    weights: int
+    """Their number in the head's ledger."""
     place: int
     size: int
     checksum: int
@@ -252,18 +253,16 @@ class Offer(_Message):
 
 
 class Chunk(_Message):
-    """Bytes of some weights; frame: at most 1 MB of them."""
+    """Bytes of some weights; frame: at most half a megabyte of them."""
 
-    seat: int
-    offer: int
+    weights: int
     at: int
 
 
 class Withdrawn(_Message):
-    """These weights cannot be pulled any more: newer ones have taken their place, and nobody waits for them."""
+    """These weights cannot be pulled (any more)."""
 
-    seat: int
-    offer: int
+    weights: int
 
 
 class Leave(_Message):

@@ -134,6 +134,8 @@ class LoadWeights(NamedTuple):
     version: int
     offset: int
     size: int
+    number: int = 0
+    """Of the weights, in the head's ledger: a node hands the request on when it has them."""
 
 
 class MapArena(NamedTuple):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,8 @@ class Publisher:
         self._digest = ""
         self._of_data = -1  # version of `data`
         self._is_behind = True  # that is an older one
-        self._kept: dict[int, bytes] = {}  # weights of versions in use
+        self.weights_of: Callable[[int], bytes | None] = lambda version: None
+        """Returns the weights of a version that machines act with; None where none does."""
         self._probe: Actor | None = None
         self._loaded: bytes | None = None  # weights that the probe has; a version's may differ from node to node
         self._table = DriftTable(divergence(family), self._forward_newest, self._forward_of)
@@ -91,16 +93,15 @@ class Publisher:
         self.snapshot()
         return self._table.distance(version, lambda rows: self._run(weights, rows), knobs)
 
-    def keep(self, held: dict[int, bytes]) -> None:
-        """Which versions nodes have, and their weights; others are forgotten."""
-        self._kept = held
-        self._table.keep(set(held))
+    def keep(self, versions: set[int]) -> None:
+        """Forget the samples of versions that no machine acts with."""
+        self._table.keep(versions)
 
     def _forward_newest(self, rows: Any) -> Any:
         return self._run(self.data, rows)
 
     def _forward_of(self, version: int, rows: Any) -> Any | None:
-        weights = self._kept.get(version)
+        weights = self.weights_of(version)
         return None if weights is None else self._run(weights, rows)
 
     def _run(self, data: bytes, rows: Any) -> Any:

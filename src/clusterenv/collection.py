@@ -1,0 +1,234 @@
+"""Fragments with a policy on the workers: start them, wait for them, and put them together. The shell of `Collector`.
+
+What is asked of which worker is the engine's decision (`Collecting`), which weights it acts with that of
+`Synchronization`; here are the waits, and the batches that the learner gets.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from clusterenv.driver import Pool
+from clusterenv.engine.assembly import Part, end_episodes, put_together, size_of
+from clusterenv.engine.collecting import Attached
+from clusterenv.engine.fragments import Fragment
+from clusterenv.engine.stats import Tally
+from clusterenv.engine.synchronization import Synchronization
+from clusterenv.engine.weights import Machine
+from clusterenv.errors import DeadlineError, EnvError, PolicyError, WorkerLostError
+from clusterenv.events import Event
+from clusterenv.policy.acting.base import Policy
+from clusterenv.rollout import Receipt, Rollout
+from clusterenv.wire.requests import Episode
+
+__all__ = ["Collection"]
+
+_FIRST_STATES = 64
+"""Number of initial states of episodes to measure drift on before there are others."""
+
+
+class Collection:
+    """What one policy collects."""
+
+    def __init__(self, pool: Pool, policy: Policy, attached: Attached, sync: Synchronization) -> None:
+        self.fragments = pool.collecting.fragments
+        self.sync = sync
+        self.counts = Tally(len(pool.slots_of))
+        self.attached = attached
+        self._pool = pool
+        self._policy = policy
+        self._sequence = np.zeros(len(pool.slots_of), dtype=np.int64)
+
+    # -- weights ----------------------------------------------------------------------------------------------
+
+    def decide_all(self) -> None:
+        """Attach this policy, and decide which version the workers of each machine act with."""
+        pool, sync = self._pool, self.sync
+        if not sync.is_attached:
+            some = np.arange(min(pool.num_envs, _FIRST_STATES))
+            sync.attach(pool.peek_obs(some) if sync.wants_first_states else None)
+            pool.collecting.attach(self.attached)
+        for machine in pool.weights:
+            self._decide(machine)
+
+    def hand_over(self) -> None:
+        """Send every worker that is there the policy and weights that it is to act with."""
+        self.decide_all()
+        self._pool.collecting.prepare_all(time.monotonic())
+        self._pool.carry_out()
+
+    def _decide(self, machine: Machine, max_lag: int | None = None) -> None:
+        reason = self.sync.decide(machine, max_lag)
+        if reason is not None:
+            pool = self._pool
+            slots = tuple(slot for worker in pool.weights.workers_of(machine) for slot in pool.slots_of[worker])
+            pool.events.add(Event("pull", reason, slots), level=logging.DEBUG)
+
+    # -- rollouts ---------------------------------------------------------------------------------------------
+
+    def start_rollout(self, num_steps: int, on_loss: Literal["rerun", "mask"]) -> None:
+        self._prepare(num_steps)
+        self.fragments.start_rollout(num_steps, on_loss)
+        self._begin()
+
+    def _prepare(self, num_steps: int, num_sides: int = 2) -> None:
+        pool = self._pool
+        try:
+            self._settle()
+        except PolicyError:
+            self.fragments.abandon()
+            raise
+        self.decide_all()
+        pool.collecting.samples = self.sync.samples(num_steps, pool.num_envs)
+        layout = pool.collecting.memory_for(num_steps, num_sides)
+        if layout is not None:
+            pool.collecting.use_memory(layout, pool.crew.allocate_arena(layout))
+
+    def _settle(self) -> None:
+        """Wait for the fragments that run, wanted or not."""
+        while self.fragments.running:
+            self._pool.turn(None)
+
+    def _begin(self) -> None:
+        """Ask for every fragment that can begin."""
+        pool = self._pool
+        pool.collecting.begin(self._policy.knobs(), pool.crew.is_leaving, time.monotonic())
+        pool.carry_out()
+
+    def wait_for_rollout(self, timeout_s: float | None) -> list[Fragment]:
+        """Wait until every worker's fragment has arrived."""
+        pool, fragments = self._pool, self.fragments
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while fragments.unfinished:
+                self._begin()  # somebody may have come back
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise DeadlineError(
+                        f"workers {fragments.unfinished} have no whole fragment within {timeout_s} s. Nothing is lost: "
+                        "call again"
+                    )
+                pool.turn(deadline)
+        except DeadlineError:
+            raise
+        except BaseException:
+            fragments.abandon()
+            raise
+        return fragments.take_rollout()
+
+    # -- streams ----------------------------------------------------------------------------------------------
+
+    def start_stream(self, num_steps: int, queue: int) -> None:
+        self._prepare(num_steps, max(queue, 2))
+        self.fragments.start_stream(num_steps, queue)
+
+    def feed(self, max_staleness: int | None) -> None:
+        """Give every worker that has a free side something to do, and before that the weights that its rule wants."""
+        pool = self._pool
+        for machine in dict.fromkeys(pool.weights.of(worker) for worker in self.fragments.with_room()):
+            self._decide(machine, max_staleness)
+        self._begin()
+
+    def next_batch(self, min_envs: int, max_staleness: int | None, timeout_s: float | None) -> list[Fragment]:
+        """Wait for fragments of at least so many environments, one of each worker at most; they are in slot order."""
+        taken: dict[int, Fragment] = {}
+        later: list[Fragment] = []
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while sum(len(self._pool.slots_of[worker]) for worker in taken) < min_envs:
+            fragment = self._next(deadline, timeout_s, max_staleness)
+            if self._is_too_old(fragment, max_staleness):
+                self.fragments.release(fragment)
+            elif fragment.worker in taken:
+                later.append(fragment)
+            else:
+                taken[fragment.worker] = fragment
+        for fragment in reversed(later):
+            self.fragments.put_back(fragment)
+        return [fragment for _, fragment in sorted(taken.items())]
+
+    def _next(self, deadline: float | None, timeout_s: float | None, max_staleness: int | None) -> Fragment:
+        self.feed(max_staleness)
+        while (fragment := self.fragments.take_next()) is None:
+            self._begin()  # somebody may have come back
+            if deadline is not None and time.monotonic() >= deadline:
+                raise DeadlineError(f"no fragment from any worker within {timeout_s} s")
+            self._pool.turn(deadline)
+        return fragment
+
+    def _is_too_old(self, fragment: Fragment, max_staleness: int | None) -> bool:
+        assert fragment.result is not None
+        lag = self.sync.publisher.version - fragment.result.version
+        if max_staleness is None or lag <= max_staleness:
+            return False
+        self.counts.counts["dropped_fragments"] += 1
+        reason = f"{lag} versions behind, max_staleness={max_staleness}"
+        event = Event("dropped", reason, tuple(self._pool.slots_of[fragment.worker]), fragment.worker)
+        self._pool.events.add(event, level=logging.DEBUG)
+        return True
+
+    def release(self, fragments: list[Fragment]) -> None:
+        """They were copied into a batch."""
+        for fragment in fragments:
+            self.fragments.release(fragment)
+
+    def stop_stream(self) -> None:
+        """Take no more; what runs is finished, dropped and counted."""
+        self.counts.counts["dropped_fragments"] += self.fragments.abandon()
+        while True:
+            try:
+                self._settle()
+                return
+            except (EnvError, PolicyError, WorkerLostError):
+                continue  # it is in the events; leaving the loop must not fail for it
+
+    # -- batches ----------------------------------------------------------------------------------------------
+
+    def batch(self, fragments: list[Fragment], num_steps: int, copy: bool) -> Rollout:
+        """Put fragments together, and take note of what they tell."""
+        parts = [self._part(fragment) for fragment in fragments]
+        pool = self._pool
+        batch = put_together(parts, num_steps, pool.single_observation_space, pool.layout.obs, copy)
+        self.sync.note_drift(batch, parts)
+        receipts = []
+        for part in parts:
+            result = part.result
+            if result is None:
+                continue
+            stand = self.sync.delivered(part.worker, result.version, size_of(part, num_steps))
+            slots = tuple(part.slots)
+            receipts.append(Receipt(part.worker, slots, result.version, stand.lag, stand.drift, stand.drift_se))
+            self.counts.fragment(part.worker, num_steps * len(slots), result.env_s, result.policy_s)
+        batch = replace(batch, receipts=tuple(receipts))
+        self.counts.batch(batch)
+        return batch
+
+    def _part(self, fragment: Fragment) -> Part:
+        worker, result, side = fragment.worker, fragment.result, self._pool.collecting.side(fragment.side)
+        slots = self._pool.slots_of[worker]
+        if fragment.is_last and result is not None:
+            result = end_episodes(side, slots[0], len(slots), result)
+        self._sequence[worker] += 1
+        return Part(worker, slots, side, result, fragment.incarnations, int(self._sequence[worker]) - 1)
+
+    # -- evaluating -------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, episodes: int, seed: int, deterministic: bool, record: int, knobs: dict[str, Any], other: bytes | None
+    ) -> list[Episode]:
+        """Play episodes with the newest weights, or with these others."""
+        pool, collecting = self._pool, self._pool.collecting
+        self.decide_all()
+        self.sync.evaluate_newest(other)
+        try:
+            self._settle()  # a prefetched fragment is kept, and taken by the next rollout
+            while not collecting.are_all_ready():
+                pool.turn(None)
+            requests = collecting.evaluate(episodes, seed, deterministic, record, knobs, time.monotonic())
+            pool.carry_out()
+            return sorted(episode for reply in pool.replies(requests) for episode in reply.result)
+        finally:
+            pool.weights.end_evaluation()

@@ -1,0 +1,248 @@
+"""Collecting with a policy on the workers: what each worker is sent before it acts, and what its answers mean. Pure.
+
+`Collector` attaches a policy and starts fragments; the weights that a worker has to load come from the weight ledger.
+The unfinished fragment of a worker that is lost is dropped whole and run again by its replacement: nothing is spliced.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from clusterenv.code.missing import missing_package
+from clusterenv.engine.fragments import Fragment, Fragments
+from clusterenv.engine.instructions import PutWeights
+from clusterenv.engine.requests import Kind, Request
+from clusterenv.engine.state import State
+from clusterenv.errors import PolicyError
+from clusterenv.events import Event
+from clusterenv.memory.fragments import Arena, ArenaLayout, Side
+from clusterenv.memory.rows import leaves_of
+from clusterenv.policy.acting.distributions import Family
+from clusterenv.policy.acting.named import Named
+from clusterenv.wire.requests import (
+    Evaluate,
+    FragmentResult,
+    LoadWeights,
+    MapArena,
+    MissingKeys,
+    Reply,
+    RunFragment,
+    SetPolicy,
+)
+from clusterenv.worker.key_watch import explain
+
+__all__ = ["Attached", "Collecting", "Samples", "of_slots"]
+
+
+class Attached(NamedTuple):
+    """A policy as workers are told of it."""
+
+    recipe: bytes | Named
+    family: Family
+    mask: str | None
+    seed: int
+    info_keys: tuple[str, ...]
+
+
+class Samples(NamedTuple):
+    """Which states of a fragment drift is measured on."""
+
+    every: int = 0
+    """One of so many; 0: none."""
+    within: int | None = None
+    """Only among so many first steps of a fragment."""
+
+
+class Collecting:
+    def __init__(self, state: State, action_space: Any) -> None:
+        self._state = state
+        self._action_space = action_space
+        self.fragments = Fragments(len(state.workers))
+        self.samples = Samples()
+        self._policy: Attached | None = None
+        self._policy_epoch = 0  # counts policies: a worker that has an older one is sent the newest
+        self._arena: Arena | None = None
+        self._arena_epoch = 0
+        self._reported_missing: set[str | None] = {None}
+
+    def attach(self, policy: Attached) -> None:
+        self._policy = policy
+        self._policy_epoch += 1
+
+    # -- memory -----------------------------------------------------------------------------------------------
+
+    def memory_for(self, num_steps: int, num_sides: int = 2) -> ArenaLayout | None:
+        """Return the layout of the memory that such fragments need; None: what is there will do."""
+        policy = self._policy
+        assert policy is not None
+        masks = 0 if policy.mask is None else policy.family.num_params
+        old = self._arena.layout if self._arena is not None else None
+        enough = old is not None and old.num_steps >= num_steps and old.num_sides >= num_sides
+        if old is not None and enough and old.num_masks == masks:
+            return None
+        rows = self._state.rows
+        action = leaves_of(self._action_space)[0]
+        return ArenaLayout(num_steps, rows.num_envs, rows.buffers.layout.obs, action, masks, num_sides)
+
+    def use_memory(self, layout: ArenaLayout, memory: Any) -> None:
+        self._arena = Arena(layout, memory)
+        self._arena_epoch += 1
+
+    def side(self, index: int) -> Side:
+        assert self._arena is not None
+        return self._arena.sides[index]
+
+    def close(self) -> None:
+        self._arena = None  # views would keep the shared memory open
+
+    # -- asking -----------------------------------------------------------------------------------------------
+
+    def begin(self, knobs: dict[str, Any], is_leaving: Callable[[int], bool], now_s: float) -> None:
+        """Ask for every fragment that can begin: its worker is there, and so are all its environments."""
+        for worker in range(len(self._state.workers)):
+            while (fragment := self.fragments.next(worker, is_leaving(worker))) and self.is_ready(worker):
+                self._ask(fragment, knobs, now_s)
+
+    def is_ready(self, worker: int) -> bool:
+        """Return whether all environments of this worker are there; what is missing is asked for."""
+        slots, its = self._state.slots, self._state.workers[worker]
+        if slots:
+            for slot in its.slots:
+                if slots.start_fragment(slot):
+                    self._state.rows.adopt(slot)
+            if any(map(slots.is_gone, its.slots)):
+                return False
+        return not its.is_absent
+
+    def are_all_ready(self) -> bool:
+        ready = [self.is_ready(worker.index) for worker in self._state.workers]
+        return all(ready)
+
+    def prepare(self, index: int, now_s: float) -> None:
+        """Send a worker the policy and weights that it is to act with, as far as it does not have them."""
+        state, worker, policy = self._state, self._state.workers[index], self._policy
+        assert policy is not None
+        if worker.policy_epoch != self._policy_epoch:
+            worker.policy_epoch = self._policy_epoch
+            message = SetPolicy(state.requests.next_number(), *policy)
+            if isinstance(message.recipe, Named):
+                message = message._replace(family=None)
+            state.ask(index, Kind.POLICY, worker.slots, message, now_s)
+            state.weights.of(index).policy_changed(index)
+        weights = state.weights.of(index).missing(index)
+        if weights is not None:
+            number = state.requests.next_number()
+            offset, transfer = state.weights.load(index, weights, number, now_s)
+            if transfer is not None:
+                state.out.append(PutWeights(transfer))
+            load = LoadWeights(number, weights.version, offset, len(weights.data), weights.number)
+            state.ask(index, Kind.POLICY, worker.slots, load, now_s)
+
+    def prepare_all(self, now_s: float) -> None:
+        """The same for every worker that is there; the others when they are back."""
+        for worker in range(len(self._state.workers)):
+            if self.is_ready(worker):
+                self.prepare(worker, now_s)
+
+    def _ask(self, fragment: Fragment, all_knobs: dict[str, Any], now_s: float) -> None:
+        state, worker = self._state, self._state.workers[fragment.worker]
+        self.prepare(worker.index, now_s)
+        if worker.arena_epoch != self._arena_epoch:
+            assert self._arena is not None
+            worker.arena_epoch = self._arena_epoch
+            state.send(worker.index, MapArena(self._arena.layout))
+        # Zero is what a worker takes for a knob that is not there.
+        knobs = {name: of_slots(value, worker.slots) for name, value in all_knobs.items() if np.ndim(value) or value}
+        incarnations = state.incarnations_of(worker.slots)
+        message = RunFragment(
+            state.requests.next_number(), fragment.num_steps, fragment.side, knobs, incarnations, *self.samples
+        )
+        state.ask(worker.index, Kind.FRAGMENT, worker.slots, message, now_s)
+        self.fragments.asked(fragment, message.request, incarnations)
+
+    def evaluate(
+        self, episodes: int, seed: int, deterministic: bool, record: int, knobs: dict[str, Any], now_s: float
+    ) -> list[Request]:
+        """Ask every worker, all of which are ready, for its share of the episodes."""
+        state, requests, workers = self._state, [], len(self._state.workers)
+        plain = {name: float(np.mean(value)) for name, value in knobs.items()}
+        lives = state.incarnations
+        for worker in state.workers:
+            self.prepare(worker.index, now_s)
+            mine = list(range(episodes))[worker.index :: workers]
+            if mine:
+                stickies = [lives.stickies[slot] for slot in worker.slots]
+                number = state.requests.next_number()
+                message = Evaluate(number, mine, seed, deterministic, record, plain, stickies, lives.stickies_epoch)
+                requests.append(state.ask(worker.index, Kind.CALL, worker.slots, message, now_s))
+        return requests
+
+    # -- what was heard ---------------------------------------------------------------------------------------
+
+    def replied(self, request: Request, reply: Reply) -> FragmentResult | None:
+        """Take in the answer to a request about the policy, or for a fragment, whose result is returned."""
+        result: FragmentResult | None = reply.result
+        self._state.weights.of(request.worker).has_read(request.number)
+        if request.kind is not Kind.FRAGMENT or result is None:
+            self._check_policy(request.worker, result)
+            return None
+        fragment = self.fragments.arrived(request.worker, request.number, result)
+        if fragment.is_wanted:
+            self._check_policy(request.worker, result)
+        slots = self._state.workers[request.worker].slots
+        if result.not_sent:
+            self._info_not_sent(request.worker, result.not_sent)
+        if isinstance(reply.infos, MissingKeys):
+            self.report_missing(reply.infos, slots)
+        rows, side = self._state.rows, self.side(fragment.side)
+        rows.keep_last_obs(slots, [leaf[result.num_steps] for leaf in side.obs])
+        if result.num_steps:
+            rows.collected(slots, side.valid[0])
+            if result.step_s is not None:
+                rows.buffers.pace_s[slots] = result.step_s
+        return result
+
+    def _check_policy(self, index: int, result: FragmentResult | None) -> None:
+        """Have the error of a policy that failed on a worker raised; of several, the first."""
+        state = self._state
+        if result is None or result.policy_error is None or any(isinstance(e, PolicyError) for e in state.errors):
+            return
+        what, text = result.policy_error
+        where = f"worker {index}"
+        if state.workers.num_nodes > 1:
+            where += f" on node {state.workers[index].node}"
+        advice = missing_package(what, where)
+        what = f"{what} ({where})" + (f": {advice}" if advice else "")
+        state.errors.append(PolicyError(f"{what}\n{text}", remote_traceback=text))
+
+    def _info_not_sent(self, index: int, reason: str) -> None:
+        """An info of a fragment could not travel; said once, and counted."""
+        events = self._state.events
+        level = logging.DEBUG if "info_not_sent" in events.counts else logging.WARNING
+        events.add(Event("info_not_sent", reason, tuple(self._state.workers[index].slots), index), level=level)
+
+    def report_missing(self, missing: MissingKeys, slots: list[int]) -> None:
+        """Warn of keys that no info of these slots had; of each key once, whoever misses it first."""
+        mask = None if missing.mask in self._reported_missing else missing.mask
+        keys = [key for key in missing.info_keys if key not in self._reported_missing]
+        self._reported_missing |= {mask, *keys}
+        for text in explain(missing._replace(mask=mask, info_keys=keys)):
+            self._state.events.add(Event("missing_key", text, tuple(slots)))
+
+    def worker_exited(self, worker: int, is_moved: bool) -> None:
+        """Its process is gone; its replacement knows nothing."""
+        self._state.weights.of(worker).worker_lost(worker)
+        if is_moved:
+            self.fragments.worker_moved(worker)
+        else:
+            self.fragments.worker_lost(worker)
+
+
+def of_slots(value: Any, slots: list[int]) -> Any:
+    """Return a knob's value for these slots: a number for all, or their own."""
+    array = np.asarray(value)
+    return array[slots] if array.ndim else value

@@ -1,0 +1,180 @@
+"""Synchronization: when the workers of a machine get newer weights, and how stale what they collected is. No I/O.
+
+Before something is asked of a machine, the rule is applied to how the weights that its workers act with stand to the
+newest version (`decide`). The versions and the rule are the `Exchange`'s, what each machine has is the weight ledger's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import numpy as np
+
+from clusterenv.engine.assembly import Part
+from clusterenv.engine.collecting import Samples
+from clusterenv.engine.weights import Machine, Node, WeightLedger
+from clusterenv.events import emit
+from clusterenv.policy.acting.base import Prepared
+from clusterenv.policy.sync.drift import sample_every
+from clusterenv.policy.sync.exchange import Exchange
+from clusterenv.policy.sync.publisher import REPLAY
+from clusterenv.policy.sync.rules import Standing
+from clusterenv.policy.weights.packing import takes_steps
+from clusterenv.rollout import Rollout, map_arrays
+
+__all__ = ["Synchronization"]
+
+
+class Synchronization:
+    def __init__(self, exchange: Exchange, ledger: WeightLedger, prepared: Prepared) -> None:
+        self.exchange = exchange
+        self.publisher = exchange.publisher
+        self.publisher.weights_of = self._weights_of
+        self.deciding_s = 0.0
+        """Time that the rule took, with the drift that it wants to know."""
+        self._ledger = ledger
+        self._nodes = [Node() for _ in range(ledger.num_nodes)]
+        self._is_recurrent = prepared.is_recurrent
+        self.wants_first_states = exchange.codec == "auto" and not prepared.is_recurrent and prepared.mask is None
+        """Whether to measure on the initial states of episodes before there are others."""
+        self._was_overdue = False
+        self.sample_every: int | None = None  # of its own; for experiments
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the workers act with this policy."""
+        return self._ledger.nodes is self._nodes
+
+    def detach(self) -> None:
+        """The workers are to be sent this policy anew before they act."""
+        self._ledger.attach([Node() for _ in self._nodes])
+
+    def attach(self, first_obs: Any | None) -> None:
+        """The workers act with this policy from now on; `first_obs` are states that episodes begin with."""
+        self._ledger.attach(self._nodes)
+        if first_obs is not None:
+            self.publisher.note_begin(first_obs)
+
+    def samples(self, num_steps: int, num_envs: int) -> Samples:
+        """Return which states of fragments of so many steps are to be sampled."""
+        within = REPLAY if self._is_recurrent else None
+        steps = min(num_steps, within or num_steps)
+        every = self.sample_every or sample_every(steps * num_envs)
+        return Samples(every if self.exchange.measures_drift else 0, within)
+
+    def _weights_of(self, version: int) -> bytes | None:
+        return self._ledger.data_of(version) if self.is_attached else None
+
+    # -- deciding ---------------------------------------------------------------------------------------------
+
+    def decide(self, machine: Machine, max_lag: int | None = None) -> str | None:
+        """Give this machine's workers the newest version if the rule says so; returns why, or None.
+
+        `max_lag`: what is older would be dropped, and nothing ever learned from it: pull, whatever the rule says.
+        """
+        if machine.is_receiving:
+            return None  # decided when these have arrived, for what is newest then
+        begin = time.perf_counter()
+        node = self._nodes[machine.node]
+        node.standing = self.exchange.stand(machine.assigned, max(machine.acted.values(), default=0))
+        decision = self.exchange.consider(machine.node, node.standing, max_lag)
+        self.deciding_s += time.perf_counter() - begin
+        if decision.is_overdue and not self._was_overdue:
+            self._was_overdue = True
+            emit(
+                logging.WARNING,
+                f"node {machine.node} acted {decision.reason}: it pulls now. Unless learning is over, a loss that "
+                "clips around what acted may hold the policy there: lower the threshold, or see docs/aps.md",
+            )
+        if not decision.pull:
+            return None
+        return f"version {self._pull(machine, node)}: {decision.reason}"
+
+    def _pull(self, machine: Machine, node: Node) -> int:
+        pulled = self.exchange.pull(machine.held)
+        steps = takes_steps(pulled.form)
+        weights = self._ledger.assign(
+            machine, *pulled[:4], takes_steps=steps, left=pulled.left, keep=self.exchange.keeps
+        )
+        self.publisher.keep(self._ledger.versions)
+        node.drift_at_pull = node.standing.drift
+        node.standing = Standing(pulled.version, pulled.version, *self.exchange.drift_of(weights, pulled.version))
+        return pulled.version
+
+    def evaluate_newest(self, other: bytes | None) -> None:
+        """Have every machine load the newest weights exactly, or these others, until `end_evaluation`."""
+        self.publisher.snapshot()
+        wanted = self.publisher.data if other is None else other
+        for machine in self._ledger:
+            # What is near enough to act with is not what is to be evaluated.
+            if other is not None or machine.assigned is None or machine.assigned.data != wanted:
+                self._ledger.evaluate(machine, wanted)
+
+    # -- what came back ---------------------------------------------------------------------------------------
+
+    def delivered(self, worker: int, version: int, fragment_bytes: int) -> Standing:
+        """A fragment acted by `version` is handed to the learner; returns how stale it is by now.
+
+        Its samples are to be noted before. In a stream the newest is another than when the fragment was asked for.
+        """
+        machine = self._ledger.of(worker)
+        node = self._nodes[machine.node]
+        latest = self.publisher.snapshot()
+        standing = Standing(version, latest, *self.exchange.drift_of(machine.assigned, version))
+        node.lags[standing.lag] += 1
+        node.fragment_bytes += fragment_bytes
+        if machine.assigned is not None and version == machine.assigned.version:
+            machine.acted[worker] += 1
+        return standing
+
+    def note_drift(self, batch: Rollout, parts: list[Part]) -> None:
+        """Add the batch's samples to the drift table, in an order that does not depend on who sent them."""
+        sampled: dict[int, list[tuple[Any, Any, Any]]] = {}  # version → t, column, parameters
+        first = 0
+        for part in parts:
+            if part.result is not None and part.result.samples is not None:
+                samples = part.result.samples
+                entry = (samples.t, samples.columns.astype(np.int64) + first, samples.params)
+                sampled.setdefault(part.result.version, []).append(entry)
+                node = self._nodes[self._ledger.of(part.worker).node]
+                node.drift_bytes += sum(values.nbytes for values in samples)
+            first += len(part.slots)
+        for version, entries in sampled.items():
+            when, who, params = (np.concatenate(pieces) for pieces in zip(*entries, strict=True))
+            order = np.lexsort((who, when))
+            order = order[batch.valid[when[order], who[order]]]
+            rows = self._states(batch, when[order], who[order])
+            self.publisher.note(version, rows, params[order])
+
+    def _states(self, batch: Rollout, when: Any, who: Any) -> dict[str, Any]:
+        rows: dict[str, Any] = {}
+        if self._is_recurrent:
+            steps = np.minimum(np.arange(REPLAY), batch.num_steps - 1)
+            rows["obs"] = map_arrays(lambda values: values[steps][:, who].swapaxes(0, 1), batch.obs)
+            rows["starts"] = batch.episode_starts[steps][:, who].T
+            rows["state"] = map_arrays(lambda values: values[who], batch.initial_state)
+            rows["t"] = when
+        else:
+            rows["obs"] = map_arrays(lambda values: values[when, who], batch.obs)
+        if batch.action_masks is not None:
+            rows["mask"] = batch.action_masks[when, who]
+        return rows
+
+    # -- looking ----------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        ledger = self._ledger
+        nodes = [node.as_dict(ledger.version_of(i) if self.is_attached else -1) for i, node in enumerate(self._nodes)]
+        sums = ("pulls", "weight_bytes", "evaluation_bytes", "drift_bytes", "fragment_bytes")
+        stalest = max(nodes, key=lambda node: -1.0 if node["drift"] is None else node["drift"])
+        return {
+            **{name: sum(node[name] for node in nodes) for name in sums},
+            "version": self.publisher.version,
+            "held_version": ledger.held_version if self.is_attached else -1,
+            "drift": stalest["drift"],
+            "drift_se": stalest["drift_se"],
+            "drift_at_pull": stalest["drift_at_pull"],
+            "nodes": nodes,
+        }

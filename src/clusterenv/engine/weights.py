@@ -1,0 +1,324 @@
+"""The weight ledger: which weights each machine has and which are on their way, where they lie, and who reads them.
+
+`Collector` says what a machine's workers act with (`assign`), `FragmentDesk` what each worker has to load before it
+acts (`missing`, `load`), the driver what the executor reports (`heard`, `placed`). Every number about weights in the
+statistics comes from here. Pure: the clock comes in, and transfers leave as data for the executor to carry out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from clusterenv.engine.inputs import WeightsHeld, WeightsRefused, WeightsSent
+from clusterenv.policy.sync.drift import Drift
+from clusterenv.policy.sync.rules import Standing
+
+__all__ = ["Machine", "Node", "Transfer", "WeightLedger", "Weights"]
+
+WHOLE = "fp32"
+_NOTHING = Standing(-1, -1, None, None)
+
+
+class Weights(NamedTuple):
+    """Exact bytes that workers load, and the form in which they may travel."""
+
+    number: int
+    """Names these bytes on one machine: lossy forms of one version differ between machines."""
+    version: int
+    """-1: only to be evaluated."""
+    data: bytes
+    form: str = WHOLE
+    packed: bytes | None = None
+    """The same in fewer bytes; None: they travel as they are."""
+    base: int = 0
+    """`packed` are steps from the weights with this number; 0: from none."""
+    left: Drift | None = None
+    """How far `data` is from the exact weights of this version; None: not measured."""
+    keep: bool = False
+    """Later weights will come as steps from these."""
+
+
+@dataclass
+class Node:
+    """What went to one node and came from it, over all its sessions, on behalf of one collector."""
+
+    standing: Standing = _NOTHING
+    drift_at_pull: float | None = None
+    pulls: int = 0
+    forms: Counter[str] = field(default_factory=Counter)
+    """Codec → how many pulls."""
+    weight_bytes: int = 0
+    evaluation_bytes: int = 0
+    """Weights that went only to be evaluated."""
+    drift_bytes: int = 0
+    fragment_bytes: int = 0
+    lags: Counter[int] = field(default_factory=Counter)
+    """Versions behind the newest when a fragment was handed to the learner → how many fragments."""
+
+    def as_dict(self, version: int) -> dict[str, Any]:
+        return {
+            "version": version,
+            "drift": self.standing.drift,
+            "drift_se": self.standing.drift_se,
+            "drift_at_pull": self.drift_at_pull,
+            "pulls": self.pulls,
+            "forms": dict(self.forms),
+            "weight_bytes": self.weight_bytes,
+            "evaluation_bytes": self.evaluation_bytes,
+            "drift_bytes": self.drift_bytes,
+            "fragment_bytes": self.fragment_bytes,
+            "lags": dict(sorted(self.lags.items())),
+        }
+
+
+@dataclass(eq=False)
+class Transfer:
+    """Weights on their way to one machine."""
+
+    weights: Weights
+    machine: Machine
+    node: Node
+    """Where it is counted."""
+    offset: int
+    is_packed: bool
+    began_at: float
+    is_wanted: bool = True
+    """False: the workers have another policy by now."""
+
+    @property
+    def data(self) -> bytes:
+        """What travels."""
+        return self.weights.packed if self.is_packed and self.weights.packed is not None else self.weights.data
+
+    @property
+    def form(self) -> str:
+        return self.weights.form if self.is_packed else WHOLE
+
+
+@dataclass
+class _Place:
+    """A part of the memory for weights. It is not written again while a worker has yet to read it."""
+
+    offset: int
+    room: int
+    number: int = 0
+    """Of the weights that lie here, or are to."""
+    readers: dict[int, int] = field(default_factory=dict)
+    """Request → worker."""
+
+
+class Machine:
+    """What one machine has, for as long as its session lasts: all its shards share it."""
+
+    def __init__(self, node: int, session: int, before: Machine | None = None) -> None:
+        self.node = node
+        self.session = session
+        self.assigned: Weights | None = None if before is None else before.assigned
+        """What its workers act with from their next fragment on. It travels when the first of them has to load it."""
+        self.evaluated: Weights | None = None if before is None else before.evaluated
+        """What they load for an evaluation, meanwhile."""
+        self.acted: Counter[int] = Counter() if before is None else before.acted
+        """Worker → fragments that it acted with the assigned weights, and that were handed over."""
+        self.held: Weights | None = None
+        """The last that arrived, to act with: packed weights are steps from these."""
+        self.transfers: dict[int, Transfer] = {}
+        """By number: at most one of weights to act with, and one of weights to evaluate."""
+        self._places: list[_Place] = []
+        self._loaded: dict[int, int] = {}  # worker → number of what it was last told to load
+
+    @property
+    def is_receiving(self) -> bool:
+        """Whether weights to act with are on their way: what is newest by then is decided when they are here."""
+        return any(transfer.is_wanted and transfer.weights.version >= 0 for transfer in self.transfers.values())
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a worker waits for weights that are on their way."""
+        return any(place.number in self.transfers and place.readers for place in self._places)
+
+    @property
+    def version(self) -> int:
+        return -1 if self.held is None else self.held.version
+
+    def missing(self, worker: int) -> Weights | None:
+        """Return what this worker has to load before it acts; None: it has it."""
+        wanted = self.evaluated or self.assigned
+        return None if wanted is None or self._loaded.get(worker) == wanted.number else wanted
+
+    def load(self, worker: int, weights: Weights, request: int, node: Node, now: float) -> tuple[int, Transfer | None]:
+        """Record that `worker` is asked to load these; returns where they lie, and what has to travel first, if any."""
+        transfer = None
+        place = next((place for place in self._places if place.number == weights.number), None)
+        if place is None:
+            steps_fit = not weights.base or (self.held is not None and self.held.number == weights.base)
+            is_packed = weights.packed is not None and steps_fit
+            place = self._free_place(len(weights.data))
+            place.number = weights.number
+            transfer = Transfer(weights, self, node, place.offset, is_packed, now)
+            self.transfers[weights.number] = transfer
+        place.readers[request] = worker
+        self._loaded[worker] = weights.number
+        return place.offset, transfer
+
+    def _free_place(self, size: int) -> _Place:
+        used = {*self.transfers, *(weights.number for weights in (self.assigned, self.evaluated) if weights)}
+        for place in self._places:
+            if not place.readers and place.number not in used and place.room >= size:
+                return place
+        end = sum(place.room for place in self._places)
+        self._places.append(_Place(end, size))
+        return self._places[-1]
+
+    def has_read(self, request: int) -> None:
+        for place in self._places:
+            place.readers.pop(request, None)
+
+    def worker_lost(self, worker: int) -> None:
+        """Its process is gone: it will not read, and its replacement has loaded nothing."""
+        self._loaded.pop(worker, None)
+        for place in self._places:
+            place.readers = {request: reader for request, reader in place.readers.items() if reader != worker}
+
+    def policy_changed(self, worker: int) -> None:
+        """The worker is told of a policy: whatever it has loaded is gone."""
+        self._loaded.pop(worker, None)
+
+    def forget(self) -> None:
+        """Another policy is attached. What is still on its way is of no use."""
+        self.assigned = self.evaluated = self.held = None
+        self.acted.clear()
+        for transfer in self.transfers.values():
+            transfer.is_wanted = False
+
+
+class WeightLedger:
+    """The machines of a run, by the shard that they have; `shard_of`: worker → shard."""
+
+    def __init__(self, shard_of: list[int]) -> None:
+        self._shard_of = shard_of
+        self.num_nodes = max(shard_of) + 1
+        self._machines = [Machine(shard, 0) for shard in range(self.num_nodes)]
+        self.nodes = [Node() for _ in self._machines]
+        self._last_number = 0
+        self.pull_s: list[float | None] = [None] * len(self._machines)
+        """How long each node's last transfer took."""
+
+    def __iter__(self) -> Iterator[Machine]:
+        """Each machine once."""
+        return iter(dict.fromkeys(self._machines))
+
+    def of(self, worker: int) -> Machine:
+        return self._machines[self._shard_of[worker]]
+
+    def workers_of(self, machine: Machine) -> list[int]:
+        return [worker for worker in range(len(self._shard_of)) if self.of(worker) is machine]
+
+    # -- what the collector says ------------------------------------------------------------------------------
+
+    def attach(self, nodes: list[Node]) -> None:
+        """Another policy acts; `nodes` count what it costs."""
+        self.nodes = nodes
+        for machine in self:
+            machine.forget()
+
+    def assign(
+        self,
+        machine: Machine,
+        version: int,
+        data: bytes,
+        form: str = WHOLE,
+        packed: bytes | None = None,
+        *,
+        takes_steps: bool = False,
+        left: Drift | None = None,
+        keep: bool = False,
+    ) -> Weights:
+        """The machine's workers act with these from their next fragment on."""
+        base = machine.held.number if takes_steps and machine.held is not None else 0
+        machine.assigned = Weights(self._next_number(), version, data, form, packed, base, left, keep)
+        machine.acted.clear()
+        return machine.assigned
+
+    def evaluate(self, machine: Machine, data: bytes) -> None:
+        """The machine's workers load these next, until `end_evaluation`."""
+        machine.evaluated = Weights(self._next_number(), -1, data)
+
+    def end_evaluation(self) -> None:
+        for machine in self:
+            machine.evaluated = None
+
+    def data_of(self, version: int) -> bytes | None:
+        """Return the weights of a version that some machine acts with; None where none does."""
+        found = (machine.assigned for machine in self if machine.assigned is not None)
+        return next((weights.data for weights in found if weights.version == version), None)
+
+    @property
+    def versions(self) -> set[int]:
+        """Versions that machines act with."""
+        return {machine.assigned.version for machine in self if machine.assigned is not None}
+
+    def version_of(self, node: int) -> int:
+        """Return the version that this node has; -1 where it has none."""
+        return max((machine.version for machine in self if machine.node == node), default=-1)
+
+    @property
+    def held_version(self) -> int:
+        """The oldest version that a machine has."""
+        return min(machine.version for machine in self)
+
+    # -- what workers are told --------------------------------------------------------------------------------
+
+    def load(self, worker: int, weights: Weights, request: int, now: float) -> tuple[int, Transfer | None]:
+        machine = self.of(worker)
+        return machine.load(worker, weights, request, self.nodes[machine.node], now)
+
+    def is_travelling(self, worker: int) -> bool:
+        """Whether requests to this worker may wait for weights: that they take long says nothing of the worker."""
+        return self.of(worker).has_waiting
+
+    # -- what the executor reports ----------------------------------------------------------------------------
+
+    def placed(self, shard: int, node: int | None, session: int) -> None:
+        """The shard's workers run on this node from now on; None: nowhere."""
+        before = self._machines[shard]
+        found = None
+        if node is not None:
+            found = next((m for m in self if (m.node, m.session) == (node, session)), None)
+        if found is None:
+            found = Machine(shard if node is None else node, session, before)
+        elif found.assigned is None:
+            found.assigned, found.evaluated, found.acted = before.assigned, before.evaluated, before.acted
+        self._machines[shard] = found
+
+    def heard(self, event: WeightsSent | WeightsHeld | WeightsRefused) -> Transfer | None:
+        """Take note of what became of a transfer; returns it where it has to be sent again, whole."""
+        transfer = next((m.transfers[event.number] for m in self if event.number in m.transfers), None)
+        if transfer is None:
+            return None  # of a session that is over
+        is_acting = transfer.weights.version >= 0
+        if isinstance(event, WeightsSent):
+            if is_acting:
+                transfer.node.weight_bytes += event.size
+            else:
+                transfer.node.evaluation_bytes += event.size
+        elif isinstance(event, WeightsRefused):
+            transfer.is_packed = False
+            return transfer
+        else:
+            machine = transfer.machine
+            del machine.transfers[event.number]
+            if event.at is not None:
+                self.pull_s[machine.node] = event.at - transfer.began_at
+            if is_acting:
+                transfer.node.pulls += 1
+                transfer.node.forms[transfer.form] += 1
+                if transfer.is_wanted:
+                    machine.held = transfer.weights
+        return None
+
+    def _next_number(self) -> int:
+        self._last_number += 1
+        return self._last_number

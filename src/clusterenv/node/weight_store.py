@@ -1,0 +1,140 @@
+"""The weights of a machine: pulled from the head once, whatever the number of its shards, and read by all workers.
+
+Called by the node agent with what the head said; what is to go to the head leaves by `send`. Shards ask whether
+weights are still to come.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from clusterenv.errors import PolicyError
+from clusterenv.events import emit
+from clusterenv.executors.processes import write_weights
+from clusterenv.policy.weights.packing import unpack
+from clusterenv.wire.messages import Chunk, Offer, Pull
+
+__all__ = ["WeightStore"]
+
+_MOST = 4 << 20
+"""Bytes that may be on their way at once: other messages wait behind no more than these."""
+
+_LEAST = 1 << 16
+"""On a slow link. No whole frame for some seconds is taken for a dead connection, so frames must be small there."""
+
+_AHEAD_S = 0.5
+"""As many bytes are on their way as have come in this time, on the average."""
+
+Send = Callable[[Any, Sequence[Any]], None]
+
+
+class _Pulling:
+    """Weights that are on their way: bytes asked for, bytes that came, and what those sum up to."""
+
+    def __init__(self, offer: Offer, now: float) -> None:
+        self.offer = offer
+        self.began_at = now
+        self.asked = self.got = self.checksum = 0
+        self.window = _LEAST
+        self.whole = bytearray() if offer.is_packed or offer.keep else None
+
+
+class WeightStore:
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.descriptor = os.memfd_create("clusterenv-weights")
+        """The memory that workers read weights from."""
+        self._pulling: _Pulling | None = None
+        self._offers: deque[Offer] = deque()  # to be pulled after that
+        self._base = (0, b"")  # the last weights that were to be kept: their number, and they
+
+    def awaits(self, weights: int) -> bool:
+        """Whether these were offered and are not here yet."""
+        pulling = self._pulling
+        return (pulling is not None and pulling.offer.weights == weights) or any(
+            offer.weights == weights for offer in self._offers
+        )
+
+    def offer(self, offer: Offer, now: float) -> None:
+        if self._pulling is not None and self._pulling.offer.weights == offer.weights:  # the same, in another form
+            self._pulling = None
+            self._offers.appendleft(offer)
+        else:
+            self._offers.append(offer)
+        self._pull_next(now)
+
+    def withdrawn(self, weights: int, now: float) -> None:
+        """Go on without these: the head does not know them."""
+        self._offers = deque(offer for offer in self._offers if offer.weights != weights)
+        if self._pulling is not None and self._pulling.offer.weights == weights:
+            self._pulling = None
+            self._pull_next(now)
+
+    def chunk(self, chunk: Chunk, data: Any, now: float) -> None:
+        pulling = self._pulling
+        if pulling is None or (pulling.offer.weights, pulling.got) != (chunk.weights, chunk.at):
+            return
+        pulling.got += len(data)
+        rate = pulling.got / max(now - pulling.began_at, 1e-6)
+        pulling.window = int(min(_MOST, max(_LEAST, rate * _AHEAD_S)))
+        self._ask(pulling)
+        if not pulling.offer.is_packed:
+            write_weights(self.descriptor, data, pulling.offer.place + chunk.at)
+        if pulling.whole is not None:
+            pulling.whole += data
+        pulling.checksum = zlib.crc32(data, pulling.checksum)
+        if pulling.got >= pulling.offer.size:
+            self._arrived(pulling, now)
+
+    def reset(self) -> None:
+        """The session is over: the next head, or the same one anew, offers everything again."""
+        self.close()
+        self.__init__(self._send)  # type: ignore[misc]
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+    def _pull_next(self, now: float) -> None:
+        if self._pulling is None and self._offers:
+            self._pulling = _Pulling(self._offers.popleft(), now)
+            self._ask(self._pulling)
+
+    def _ask(self, pulling: _Pulling) -> None:
+        left, on_its_way = pulling.offer.size - pulling.asked, pulling.asked - pulling.got
+        if left and on_its_way <= pulling.window // 2:
+            size = min(left, pulling.window - on_its_way)
+            self._send(Pull(pulling.offer.weights, pulling.asked, size), ())
+            pulling.asked += size
+
+    def _arrived(self, pulling: _Pulling, now: float) -> None:
+        offer = pulling.offer
+        if pulling.checksum != offer.checksum:
+            emit(logging.WARNING, "weights arrived damaged and are pulled again")
+            self._pulling = _Pulling(offer, now)
+            self._ask(self._pulling)
+            return
+        if pulling.whole is not None and not self._keep(offer, bytes(pulling.whole)):
+            self._send(Pull(offer.weights, 0, -1), ())
+            return
+        self._send(Pull(offer.weights, offer.size, 0), ())
+        self._pulling = None
+        self._pull_next(now)
+
+    def _keep(self, offer: Offer, data: bytes) -> bool:
+        """Weights that are packed, or that others will be steps from. False: they do not fit what is here."""
+        if offer.is_packed:
+            number, base = self._base
+            try:
+                data = unpack(data, base if offer.base == number and number else None)
+            except PolicyError as error:
+                emit(logging.WARNING, f"{error}: asking for the whole")
+                return False
+            write_weights(self.descriptor, data, offer.place)
+        if offer.keep:
+            self._base = (offer.weights, data)
+        return True

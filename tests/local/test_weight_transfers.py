@@ -1,0 +1,95 @@
+"""Weights on their way to nodes over a network: counted as they travel, and patient."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import psutil
+import torch
+
+import clusterenv as ce
+from clusterenv.cluster.head import Head
+from clusterenv.policy.weights import codec
+from policies import net, nudge
+from toys import linear
+
+ID = "CartPole-v1"
+RECOVERY = ce.Recovery(backoff_s=(0.05, 0.1))
+
+
+def agents():
+    """Node agents of this process, in the order of their numbers."""
+    found = [p for p in psutil.Process().children() if "--join" in p.cmdline()]
+    return sorted(found, key=lambda p: p.cmdline()[p.cmdline().index("--join") + 1])
+
+
+def test_weights_sent_again_to_a_replaced_node_are_counted():
+    weights = {"w": np.ones((4, 2), np.float32)}
+    backend = ce.Local(workers=2, nodes=2, network=True, heartbeat=(0.2, 1.5, 4.0))
+    with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
+        policy = ce.NumpyPolicy(linear, weights, dist="categorical")
+        collector = envs.collector(policy, seed=5)
+        collector.rollout(8)
+        size = len(codec.encode(policy.weights()))
+        assert [node["weight_bytes"] for node in collector.stats()["nodes"]] == [size, size]
+        agents()[0].kill()
+        while not envs.stats()["events"].get("node_lost"):
+            collector.rollout(8)
+        assert collector.rollout(8).valid.all()
+        stats = collector.stats()
+    assert [node["pulls"] for node in stats["nodes"]] == [2, 1], "the one that was replaced pulled the same again"
+    assert [node["weight_bytes"] for node in stats["nodes"]] == [2 * size, size]
+    assert stats["held_version"] == stats["version"] == 0
+
+
+def test_no_worker_is_taken_for_hung_while_its_weights_travel(monkeypatch):
+    """The head answers no pull of the second version for six times the step's limit."""
+    limit_s, give, turn = 1.0, Head._give, Head._turn
+    held_up: list[tuple[object, ...]] = []
+    is_slow = threading.Event()
+
+    def keep(self, *pull):
+        held_up.append((self, *pull)) if is_slow.is_set() else give(self, *pull)
+
+    def catch_up(self, timeout_s):
+        while held_up and not is_slow.is_set():
+            give(*held_up.pop(0))
+        turn(self, min(timeout_s, 0.1))
+
+    monkeypatch.setattr(Head, "_give", keep)
+    monkeypatch.setattr(Head, "_turn", catch_up)
+    recovery = ce.Recovery(backoff_s=(0.05, 0.1), step_timeout_s=limit_s)
+    weights = {"w": np.ones((4, 2), np.float32)}
+    with ce.ClusterEnv(ID, 4, backend=ce.Local(workers=2, nodes=2, network=True), recovery=recovery) as envs:
+        collector = envs.collector(ce.NumpyPolicy(linear, weights, dist="categorical"), seed=5)
+        collector.rollout(64)
+        time.sleep(1.5)  # a beat tells the head in which phase the workers are
+        weights["w"] *= 2.0
+        is_slow.set()
+        timer = threading.Timer(6 * limit_s, is_slow.clear)
+        timer.start()
+        batch = collector.rollout(8, timeout_s=60)
+        timer.join()
+        assert batch.valid.all() and (batch.versions == 1).all()
+        assert [event.reason for event in envs.events() if event.kind == "worker_lost"] == []
+
+
+def test_a_machine_with_two_shards_pulls_once():
+    """One node is gone for good: the other has both shards, and one copy of the weights."""
+    module, generator = net(2, 4), torch.Generator().manual_seed(0)
+    backend = ce.Local(workers=2, nodes=2, network=True, heartbeat=(0.2, 1.5, 4.0))
+    with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
+        policy = ce.TorchPolicy(module, dist="categorical")
+        collector = envs.collector(policy, seed=5)
+        collector.rollout(8)
+        size = len(codec.encode(policy.weights()))
+        envs.scale(nodes=1)
+        before = collector.stats()["weight_bytes"]
+        for version in (1, 2, 3):
+            nudge(module, 0.02, generator)
+            batch = collector.rollout(8)
+            assert batch.valid.all() and (batch.versions == version).all()
+        assert collector.stats()["weight_bytes"] - before == 3 * size
+        assert [node["pulls"] for node in collector.stats()["nodes"]] == [4, 1]
