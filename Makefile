@@ -11,7 +11,7 @@ REAL := slurm or ray or kubernetes
 # How many processes run the tests of `make test`.
 JOBS ?= 2
 
-.PHONY: demo test test-long test-examples test-network test-clusters test-smoke check format bench paper paper-quick clean
+.PHONY: demo test test-long test-examples test-network test-clusters test-smoke check tour format bench paper paper-quick clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +48,10 @@ check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Sizes of files and functions, and how many functions a step, a rollout and a loss cross. `TOUR=--check` fails past a limit.
+tour: $(VENV)/.ready
+	$(BIN)/python -m tools.tour $(TOUR)
 
 format: $(VENV)/.ready
 	$(BIN)/ruff format .

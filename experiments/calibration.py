@@ -27,6 +27,7 @@ from clusterenv.policy.sync.exchange import Exchange
 from clusterenv.policy.sync.rules import Decision, Standing, decide
 from clusterenv.policy.weights import codec
 from clusterenv.testing import Virtual
+from experiments.hooks import watch_decisions
 from experiments.ppo import PPO
 
 HELD_OUT = 4096
@@ -87,7 +88,7 @@ def listen(exchange: Exchange, happened: list[Noted | Asked], weights: dict[int,
             weights[latest] = _float64(module, exchange.publisher.data)
         happened.append(Asked(node, standing, decision.pull))
 
-    exchange.on_decision = decided
+    watch_decisions(exchange, decided)
     exchange.publisher.note = noted  # type: ignore[assignment, method-assign]
 
 

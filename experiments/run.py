@@ -22,6 +22,7 @@ from clusterenv.policy.sync.rules import Decision, Rule, Standing, decide
 from clusterenv.policy.weights import codec
 from clusterenv.testing import Virtual
 from experiments.arms import PAPER_DELTAS, TASKS, Arm, Task
+from experiments.hooks import sampling_every, watch_decisions
 from experiments.offpolicy import DQN, SAC
 from experiments.parts import Learner
 from experiments.ppo import PPO
@@ -49,13 +50,15 @@ def run_arm(
     begin = time.perf_counter()
     settings, options = _variant(arm.variant)
     rule = rule_of(arm.rule, seed, parent_pulls, options)
-    with ce.ClusterEnv(task.env, task.num_envs, backend=backend or Virtual(task.nodes)) as cluster:
+    every = int(options["sample_every"]) if "sample_every" in options else None
+    with (
+        sampling_every(every),
+        ce.ClusterEnv(task.env, task.num_envs, backend=backend or Virtual(task.nodes)) as cluster,
+    ):
         spaces = cluster.single_observation_space, cluster.single_action_space
         learner = LEARNERS[task.learner](*spaces, total_steps, **{**task.settings, **settings})
         collector = cluster.collector(learner.policy, sync=rule, seed=seed, codec=arm.codec)  # type: ignore[arg-type]
         watch = _Watch(collector._sync.exchange)
-        if "sample_every" in options:
-            collector._sync.sample_every = int(options["sample_every"])
         if "quantile" in options:
             _measure_quantile(collector._sync.publisher._table, options["quantile"])
         published = Published(task, learner, cluster.single_action_space) if arm.task.startswith("paper") else None
@@ -145,7 +148,7 @@ class _Watch:
         self.pulled: list[int] = []
         self.drifts: list[float] = []
         self.at_pull: list[float] = []
-        exchange.on_decision = self._decided
+        watch_decisions(exchange, self._decided)
 
     def _decided(self, node: int, standing: Standing, decision: Decision) -> None:
         if node:

@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     node.add_argument("--lease-s", type=float, default=60.0, help="give up when the script is gone for so long")
     node.add_argument("--dead-after-s", type=float, default=60.0, help="a silent connection counts as gone")
+    node.add_argument("--grace-s", type=float, default=30.0, help="from SIGTERM until the scheduler kills this process")
     node.add_argument("--no-pickle", action="store_true", help="take ids, arguments and weights, but no code")
     node.add_argument(
         "--mounted", action="store_true", help="the key is a mounted Secret: whose file it is says nothing"
@@ -106,7 +107,7 @@ def run_node(args: argparse.Namespace) -> int:
     except KeyFileError as error:
         print(f"clusterenv node: {error}", file=sys.stderr)
         return NEVER
-    return Agent(joining, args.lease_s, args.dead_after_s, not args.no_pickle).run()
+    return Agent(joining, args.lease_s, args.dead_after_s, not args.no_pickle, args.grace_s).run()
 
 
 def print_script(backend: str, options: list[str]) -> int:
@@ -122,11 +123,11 @@ def print_script(backend: str, options: list[str]) -> int:
 
 def _slurm_script(options: list[str]) -> str:
     from clusterenv.backends.cluster import agent_command
-    from clusterenv.backends.slurm import Slurm, job_script
+    from clusterenv.backends.slurm import Slurm, grace_options, job_script
 
     slurm = _made(Slurm, options)
     folder = Path(slurm.folder or tempfile.gettempdir()).expanduser()
-    command = agent_command(folder / "clusterenv-RUN" / "node-0.key", python=slurm.python)
+    command = agent_command(folder / "clusterenv-RUN" / "node-0.key", grace_options(slurm), slurm.python)
     log = folder / "logs" / "RUN" / "node-0.log"
     return job_script(slurm, "clusterenv-RUN", command, log, Path.cwd()).rstrip()
 

@@ -41,7 +41,7 @@ from clusterenv.executors.contract import Crew
 from clusterenv.memory.rows import Buffers, make_layout
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint, own_spaces
-from clusterenv.starting import build
+from clusterenv.starting import Building
 from clusterenv.system.interrupts import held_back
 from clusterenv.wire.requests import Attach, Reply
 
@@ -95,7 +95,8 @@ class Pool:
 
     def _start(self, blueprint: Blueprint, lives: Lives, mode: AutoresetMode | None, recovery: Recovery) -> None:
         """Build every environment, then the engine over what they have in common."""
-        built = build(self.crew, self._workers, self._requests, self.weights, self._health, lives, self.events)
+        building = Building(self.crew, self._workers, self._requests, self.weights, self._health)
+        built = building.run(lives, self.events, recovery.recovery_timeout_s)
         agreed = agree(built, self.slots_of, blueprint.observation_mode, lambda: own_spaces(blueprint))
         self.single_observation_space = agreed.single_observation_space
         self.observation_space = agreed.observation_space
@@ -133,11 +134,15 @@ class Pool:
             instruction = out.popleft()
             try:
                 self._do(instruction)
-            except NotPlainError:  # the message cannot travel: nothing of this call is asked of anybody else
+            except NotPlainError:  # the message cannot travel: the same is asked of nobody else
+                assert isinstance(instruction, Send) and instruction.request is not None
+                kind = instruction.request.kind
                 for unsent in (instruction, *out):
-                    if isinstance(unsent, Send) and unsent.request is not None:
+                    if isinstance(unsent, Send) and unsent.request is not None and unsent.request.kind is kind:
                         self._requests.close(unsent.request)
+                unsent_kinds = [i for i in out if not (isinstance(i, Send) and i.request and i.request.kind is kind)]
                 out.clear()
+                out.extend(unsent_kinds)
                 raise
 
     def _do(self, instruction: Instruction) -> None:

@@ -6,6 +6,7 @@ Where the environments run is the backend's business, what happens when one fail
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from clusterenv.policy.sync.rules import Rule
 from clusterenv.policy.weights.packing import Codec
 from clusterenv.recovery import Recovery
 from clusterenv.spec import blueprint
+from clusterenv.system.teardown import Teardown
 from clusterenv.vector import parameters
 from clusterenv.vector.actions import ActionReader
 from clusterenv.vector.guard import CallGuard
@@ -37,6 +39,8 @@ from clusterenv.vector.results import StepResult, acted_infos, spread, step_resu
 __all__ = ["ClusterEnv"]
 
 _CLOSE_TIMEOUT_S = 5.0
+_CLOSE_WAIT_S = 10.0
+"""How long `close` waits at most."""
 
 
 class ClusterEnv(VectorEnv[Any, Any, Any]):
@@ -94,7 +98,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         pool = backend.start(plan, mode, recovery, self._events)
         self._pool = pool
         # Runs at garbage collection and at interpreter exit too; must not hold `self`.
-        self._finalizer = weakref.finalize(self, pool.close, _CLOSE_TIMEOUT_S)
+        self._teardown = Teardown(functools.partial(pool.close, _CLOSE_TIMEOUT_S), _CLOSE_WAIT_S)
+        weakref.finalize(self, self._teardown.begin).atexit = False
         self.autoreset_mode = pool.mode
         self.metadata = {**pool.metadata, "autoreset_mode": pool.mode}
         self.render_mode = pool.render_mode
@@ -103,7 +108,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self.observation_space = pool.observation_space
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._reader = ActionReader(self.single_action_space, self.num_envs, recovery.check)
-        self._guard = CallGuard(pool, self._finalizer)
+        self._guard = CallGuard(pool, self._teardown)
         self._resumed: dict[str, Any] | None = None  # of the run that goes on, for the next collector
         self._stepper: Collector | None = None  # of `step(agent)`
         self._attached: Collector | None = None  # whose policy the workers have
@@ -253,9 +258,9 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
     def close_extras(self, **kwargs: Any) -> None:
         """End all workers, within 10 s whatever state they are in."""
-        finalizer = getattr(self, "_finalizer", None)
-        if finalizer is not None:
-            finalizer()
+        teardown = getattr(self, "_teardown", None)
+        if teardown is not None:
+            teardown()
 
     def __enter__(self) -> ClusterEnv:
         return self

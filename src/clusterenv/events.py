@@ -72,9 +72,9 @@ def emit(level: int, text: str) -> None:
     """Log `text` on the `clusterenv` logger.
 
     Where no logging is configured, Python shows warnings on stderr, and nothing below. A log that cannot be written (a
-    full disk, a closed stderr) must not end the run.
+    full disk, a closed stderr, one that somebody has put in its place and that raises anything) must not end the run.
     """
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(Exception):
         logger.log(level, text if logger.hasHandlers() else f"clusterenv: {text}")
 
 
@@ -95,14 +95,14 @@ def emit_output(text: str) -> None:
 
 def instruct(text: str) -> None:
     """Tell the user what only a person can do: on stderr, whatever the log takes."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(Exception):
         if sys.stderr is not None:
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
 
 
 def _show(log: logging.Logger, plain: str, text: str, *, only_on_terminal: bool) -> None:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(Exception):
         if log.isEnabledFor(logging.INFO) and log.hasHandlers():
             log.info(text)
             return

@@ -73,7 +73,6 @@ class Blueprint:
     """A pickled `_Payload`; or JSON (`is_named`)."""
     is_vector: bool
     spec: EnvSpec | None
-    label: str
     is_named: bool = False
     """The payload is an id and keyword arguments, for nodes that take no code."""
     packages: tuple[sources.Package, ...] = ()
@@ -125,7 +124,7 @@ def blueprint(
         spec = _resolve(env)
         maker = MakeFromSpec(spec, dict(env_kwargs or {}))
         payload, packages = _pack(maker, f"env_kwargs of {spec.id}", is_remote)
-        return Blueprint(num_envs or 1, payload, False, spec, spec.id, packages=packages)
+        return Blueprint(num_envs or 1, payload, False, spec, packages=packages)
 
     if env_kwargs:
         raise SpecError("env_kwargs goes with an environment id; put the arguments into the thunk: lambda: make(...)")
@@ -133,7 +132,7 @@ def blueprint(
         if num_envs is None:
             raise SpecError("Vector(fn) needs num_envs: ClusterEnv(Vector(fn), num_envs=...)")
         payload, packages = _pack(env, "Vector(fn)", is_remote)
-        return Blueprint(num_envs, payload, True, None, "Vector", packages=packages)
+        return Blueprint(num_envs, payload, True, None, packages=packages)
     if isinstance(env, gym.Env):
         raise SpecError(
             f"env is an environment ({env}); pass a function that makes one, so that every worker can: "
@@ -141,21 +140,27 @@ def blueprint(
         )
     if callable(env):
         payload, packages = _pack(env, "the environment function", is_remote)
-        return Blueprint(num_envs or 1, payload, False, None, _name(env), packages=packages)
+        return Blueprint(num_envs or 1, payload, False, None, packages=packages)
     if isinstance(env, Sequence):
-        thunks = list(env)
-        if not thunks:
-            raise SpecError("env is an empty list: at least one thunk is needed")
-        for i, thunk in enumerate(thunks):
-            if not callable(thunk):
-                raise SpecError(
-                    f"ClusterEnv(env[{i}]={thunk!r}): expected a function that makes an environment; {_one(thunk)}"
-                )
-        if num_envs is not None and num_envs != len(thunks):
-            raise SpecError(f"num_envs={num_envs} but env has {len(thunks)} thunks: leave num_envs out")
+        thunks = _thunks(env, num_envs)
         payload, packages = _pack(thunks, "the list of environment functions", is_remote)
-        return Blueprint(len(thunks), payload, False, None, _name(thunks[0]), packages=packages)
+        return Blueprint(len(thunks), payload, False, None, packages=packages)
     raise refused("ClusterEnv", "env", env, "an id, an EnvSpec, a function, a list of functions, or Vector(fn)")
+
+
+def _thunks(env: Sequence[Any], num_envs: int | None) -> list[Callable[[], Any]]:
+    """Return the list, if it is one of functions, as many as there are to be environments."""
+    thunks = list(env)
+    if not thunks:
+        raise SpecError("env is an empty list: at least one thunk is needed")
+    for i, thunk in enumerate(thunks):
+        if not callable(thunk):
+            raise SpecError(
+                f"ClusterEnv(env[{i}]={thunk!r}): expected a function that makes an environment; {_one(thunk)}"
+            )
+    if num_envs is not None and num_envs != len(thunks):
+        raise SpecError(f"num_envs={num_envs} but env has {len(thunks)} thunks: leave num_envs out")
+    return thunks
 
 
 def _one(thunk: Any) -> str:
@@ -210,7 +215,7 @@ def _named(env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | None)
         payload = json.dumps({"id": env, "kwargs": dict(env_kwargs or {})}).encode()
     except (TypeError, ValueError) as error:
         raise SpecError(f"allow_pickle=False: env_kwargs of {env} have to be JSON data: {error}") from None
-    return Blueprint(num_envs or 1, payload, False, spec, spec.id, True)
+    return Blueprint(num_envs or 1, payload, False, spec, True)
 
 
 def _resolve(env: str | EnvSpec) -> EnvSpec:

@@ -3,73 +3,106 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from clusterenv.engine.failures import env_error, last_words
 from clusterenv.engine.health import Health
 from clusterenv.engine.incarnations import Lives
-from clusterenv.engine.inputs import Exit, Placed, Stack
+from clusterenv.engine.inputs import Cause, Exit, Placed, Stack
 from clusterenv.engine.instructions import Kill
 from clusterenv.engine.requests import Kind, Requests
 from clusterenv.engine.weights import WeightLedger
-from clusterenv.engine.workers import Workers
+from clusterenv.engine.workers import Worker, Workers
 from clusterenv.errors import WorkerLostError
-from clusterenv.events import EventLog
+from clusterenv.events import EventLog, emit_progress
 from clusterenv.executors.contract import Crew
 from clusterenv.wire.requests import Build, Built
 
-__all__ = ["build"]
+__all__ = ["Building"]
 
 _WAIT_S = 0.25
 """How often a wait looks whether anybody hangs."""
 
 
-def build(
-    executor: Crew,
-    workers: Workers,
-    requests: Requests,
-    weights: WeightLedger,
-    health: Health,
-    lives: Lives,
-    events: EventLog,
-) -> dict[int, Built]:
-    """Have every worker make its environments; returns what they are, by worker. Raises for the first that fails."""
-    for worker in workers:
-        executor.start(worker.index)
+class Building:
+    """Environments being made, on workers that may still change their node."""
+
+    def __init__(
+        self, executor: Crew, workers: Workers, requests: Requests, weights: WeightLedger, health: Health
+    ) -> None:
+        self._executor = executor
+        self._workers = workers
+        self._requests = requests
+        self._weights = weights
+        self._health = health
+        self._built: dict[int, Built] = {}
+
+    def run(self, lives: Lives, events: EventLog, timeout_s: float) -> dict[int, Built]:
+        """Have every worker make its environments; returns what they are, by worker. Raises for the first that fails.
+
+        `timeout_s`: how long a worker whose node is lost may wait for another.
+        """
+        for worker in self._workers:
+            self._start(worker, lives)
+        while len(self._built) < len(self._workers):
+            for worker in self._workers.absent():
+                self._start_again(worker, lives, timeout_s)
+            for index, message in self._executor.wait(_WAIT_S):
+                self._heard(index, message, events)
+            self._watch()
+        return self._built
+
+    def _start(self, worker: Worker, lives: Lives) -> None:
+        self._executor.start(worker.index)
         seeds = [lives.seed(slot) for slot in worker.slots]
-        request = Build(requests.next_number(), worker.slots, seeds)
+        message = Build(self._requests.next_number(), worker.slots, seeds)
+        request = self._requests.open(worker.index, Kind.BUILD, worker.slots, message)
         worker.asked(time.monotonic())
-        executor.send(worker.index, request, requests.open(worker.index, Kind.BUILD, worker.slots, request))
-    built: dict[int, Built] = {}
-    while len(built) < len(workers):
-        for index, message in executor.wait(_WAIT_S):
-            if isinstance(message, Placed):
-                weights.placed(*message)
-            elif isinstance(message, Stack):
-                event = health.long_call(index, message.text, executor.progress(index), time.monotonic())
-                if event is not None:
-                    events.add(event)
-            elif isinstance(message, Exit):
-                raise WorkerLostError(
-                    f"worker {index} {workers[index].reason or message.reason} while it made the environment of slot "
-                    f"{executor.progress(index)[0]}{last_words(message.tail)}",
-                    slots=tuple(workers[index].slots),
-                )
-            elif message.faults:
-                raise env_error(message.faults[0], workers.where(index))
-            else:
-                requests.close_all(index)
-                built[index] = message
-        _watch(executor, health)
-    return built
+        self._executor.send(worker.index, message, request)
 
+    def _start_again(self, worker: Worker, lives: Lives, timeout_s: float) -> None:
+        if self._executor.can_start(worker.index):
+            worker.started()
+            self._start(worker, lives)
+        elif time.monotonic() - worker.start_at_s > timeout_s:
+            text = f"worker {worker.index} lost its node while environments were made, and no other came"
+            raise WorkerLostError(f"{text} within recovery_timeout_s={timeout_s:g}", slots=tuple(worker.slots))
 
-def _watch(executor: Crew, health: Health) -> None:
-    """Look for workers that hang."""
-    if executor.is_inline:
-        return
-    for index in health.watched():
-        instruction = health.watch(index, executor.progress(index), time.monotonic())
-        if isinstance(instruction, Kill):
-            executor.kill(index)
-        elif instruction is not None:
-            executor.stack(index)
+    def _heard(self, index: int, message: Any, events: EventLog) -> None:
+        if isinstance(message, Placed):
+            self._weights.placed(*message)
+        elif isinstance(message, Stack):
+            event = self._health.long_call(index, message.text, self._executor.progress(index), time.monotonic())
+            if event is not None:
+                events.add(event)
+        elif isinstance(message, Exit):
+            self._exited(self._workers[index], message)
+        elif message.faults:
+            raise env_error(message.faults[0], self._workers.where(index))
+        else:
+            self._requests.close_all(index)
+            self._built[index] = message
+
+    def _exited(self, worker: Worker, exit: Exit) -> None:
+        if exit.cause is Cause.CRASHED:
+            raise WorkerLostError(
+                f"worker {worker.index} {worker.reason or exit.reason} while it made the environment of slot "
+                f"{self._executor.progress(worker.index)[0]}{last_words(exit.tail)}",
+                slots=tuple(worker.slots),
+            )
+        # Its node came late, or is lost.
+        self._requests.close_all(worker.index)
+        self._built.pop(worker.index, None)
+        worker.exited(time.monotonic())
+        emit_progress(f"making environments: worker {worker.index} {exit.reason}; it is started again")
+
+    def _watch(self) -> None:
+        """Look for workers that hang."""
+        if self._executor.is_inline:
+            return
+        for index in self._health.watched():
+            instruction = self._health.watch(index, self._executor.progress(index), time.monotonic())
+            if isinstance(instruction, Kill):
+                self._executor.kill(index)
+            elif instruction is not None:
+                self._executor.stack(index)

@@ -521,7 +521,7 @@ def test_files_are_sent_once_and_only_those_offered(asked, tmp_path, monkeypatch
         seat_events=deque(),
         send=lambda seat, message, payload=(): sent.append(message),
     )
-    blueprint = Blueprint(1, b"", False, None, "", packages=sources.collect(["alone"]))
+    blueprint = Blueprint(1, b"", False, None, packages=sources.collect(["alone"]))
     crew = RemoteCrew(head, blueprint, [[0]], [0], None, True)
     crew.start(0)
     assert {wanted.name for wanted in sent[0].packages} == {"alone", "dynamic"}

@@ -93,6 +93,17 @@ def test_manifests():
     assert run_manifest("abc", 60.0)["metadata"]["name"] == owner["name"]
 
 
+def test_pods_know_what_they_are_granted_to_leave():
+    for options, grace_s in (({}, 30), ({"grace_s": 90}, 90), ({"grace_s": 90, "pod_overrides": GRACE}, 5)):
+        pod = pod_manifest(ce.Kubernetes(nodes=1, image="x", **options), "abc", 0, "name", [], {})
+        command = pod["spec"]["containers"][0]["command"]
+        assert command[command.index("--grace-s") + 1] == str(grace_s)
+        assert pod["spec"]["terminationGracePeriodSeconds"] == grace_s
+
+
+GRACE = {"terminationGracePeriodSeconds": 5}
+
+
 def violations(pod):
     """What the "restricted" Pod Security Standard (v1.25) finds wrong with a pod."""
     spec, found = pod["spec"], []

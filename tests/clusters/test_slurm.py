@@ -19,7 +19,7 @@ import clusterenv as ce
 import real
 from closing import close_while, stopped
 from clusterenv.backends.cluster import agent_command
-from clusterenv.backends.slurm import job_script, srun_command
+from clusterenv.backends.slurm import grace_options, job_script, srun_command
 from clusterenv.cli import main
 from clusterenv.spec import blueprint
 from container import MARK, Podman
@@ -97,6 +97,23 @@ def test_every_value_is_quoted():
         "exec python -m 'x y'",
     ]
     assert srun_command(ours, "n1", Path("/f/n.sh"))[-2:] == ["bash", "/f/n.sh"]
+
+
+@pytest.mark.parametrize(
+    ("options", "signal", "grace_s"),
+    [
+        ({}, "B:TERM@30", 30),
+        ({"grace_s": 120}, "B:TERM@120", 120),
+        ({"extra": {"signal": "B:TERM@90"}}, "B:TERM@90", 90),
+        ({"extra": {"signal": "SIGTERM"}}, "SIGTERM", 60),
+        ({"extra": {"signal": "B:USR1@90"}}, "B:USR1@90", 30),
+    ],
+)
+def test_nodes_know_what_slurm_grants_them_to_leave(options, signal, grace_s):
+    ours = ce.Slurm(nodes=1, **options)
+    command = agent_command(Path("/keys/node-0.key"), grace_options(ours))
+    script = job_script(ours, "job", command, Path("/logs/n.log"), Path("/work"))
+    assert f"#SBATCH --signal={signal}" in script and f"node-0.key --grace-s {grace_s}\n" in script
 
 
 def test_what_nodes_are_started_through():

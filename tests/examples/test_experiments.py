@@ -78,6 +78,17 @@ def test_a_table_goes_on_where_it_stopped(tmp_path):
     resource_tracker._resource_tracker._stop()  # of the runner's processes; it would live as long as this one
 
 
+def test_an_arm_can_sample_more_states_for_its_drift_than_others():
+    usual, more = (
+        run_arm(Arm("CartPole PPO", "APS(0.02)", variant=variant), 1, steps_share=0.05)
+        for variant in ("", "sample_every=8")
+    )
+    assert more["drift_bytes"] > 2 * usual["drift_bytes"]
+    assert usual["pulled"], "what is decided is heard"
+    again = run_arm(Arm("CartPole PPO", "APS(0.02)"), 1, steps_share=0.05)
+    assert again["drift_bytes"] == usual["drift_bytes"], "and afterwards it is as before"
+
+
 def test_lines_of_a_task_that_has_other_settings_by_now_do_not_count(tmp_path):
     path = tmp_path / "runs.jsonl"
     setting = json.loads(json.dumps(asdict(TASKS["CartPole PPO"])))

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 import clusterenv as ce
-from clusterenv.events import emit, emit_output, emit_progress, instruct
+from clusterenv.events import Event, EventLog, emit, emit_output, emit_progress, instruct
 
 
 def run(script: str, redirect: str = "") -> subprocess.CompletedProcess[str]:
@@ -140,3 +140,58 @@ def test_a_log_that_cannot_be_written_is_no_reason_to_stop(monkeypatch):
         instruct("d")
     finally:
         logging.getLogger("clusterenv").removeHandler(broken)
+
+
+class NotAFile:
+    """A stderr that a GUI or a notebook has put in place, and that has gone with its window."""
+
+    def write(self, text):
+        raise RuntimeError("the window is closed")
+
+
+def test_whatever_a_stderr_raises_is_no_reason_to_stop(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", NotAFile())
+    monkeypatch.setattr(logging.getLogger("clusterenv"), "propagate", False)  # to what pytest has put there
+    EventLog().add(Event("slow", "slot 1 is slow"))
+    emit(logging.WARNING, "a")
+    emit_output("b")
+    emit_progress("c")
+    instruct("d")
+
+
+WITHOUT_STDERR = """
+import os, sys
+import gymnasium as gym
+import numpy as np
+import clusterenv as ce
+
+class Bad(gym.Wrapper):
+    t = 0
+
+    def step(self, action):
+        print("a line")
+        self.t += 1
+        if self.t % 3 == 0:
+            raise ValueError("bad")
+        return super().step(action)
+
+backend = ce.Local(workers=1, network=True)
+recovery = ce.Recovery(max_restarts=100, backoff_s=(0.01, 0.01))
+with ce.ClusterEnv([lambda: Bad(gym.make("CartPole-v1"))] * 2, backend=backend, recovery=recovery) as envs:
+    if sys.argv[1] == "closed":
+        sys.stderr.close()
+    else:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+    envs.reset(seed=1)
+    for _ in range(12):
+        envs.step(np.zeros(2, np.int64))
+    print([event.kind for event in envs.events()].count("env_error"))
+"""
+
+
+@pytest.mark.parametrize("stderr", ["closed", "full"])
+def test_faults_are_survived_without_a_stderr(stderr):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_STDERR, stderr], stdout=subprocess.PIPE, text=True, timeout=100
+    )
+    assert int(done.stdout) >= 4

@@ -205,6 +205,22 @@ def test_13_nothing_outlives_a_killed_head(tmp_path):
         time.sleep(0.1)
 
 
+def test_13_nodes_end_with_their_lease_where_the_machine_of_the_head_is_gone(net):
+    """No reset comes from there: its silence before the connection was given up counts."""
+    lease_s = 5.0
+    backend = Namespaces(net, heartbeat=(0.2, 1.5, lease_s), dead_after_s=60.0)
+    with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
+        envs.reset(seed=1)
+        envs.step(zeros())
+        nodes = agents()
+        net.head.link_down()
+        try:
+            _, alive = psutil.wait_procs(nodes, timeout=lease_s + 15)
+        finally:
+            net.head.link_up()
+        assert len(nodes) == 2 and not alive
+
+
 def hold_the_gil(seconds):
     import ctypes
 
@@ -266,6 +282,23 @@ def test_17_a_node_that_is_asked_to_leave_in_a_rollout(net):
         psutil.wait_procs([node], timeout=5)
 
 
+def test_17_what_is_handed_over_may_take_its_time(net):
+    """Over a slow link it takes longer than a second, and less than the scheduler grants."""
+    backend = Namespaces(net, heartbeat=(0.2, 10.0, 30.0))
+    with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
+        collector = envs.collector(numpy_policy(), seed=1)
+        collector.rollout(8)
+        net.nodes[0].limit(200_000, "out")
+        timer = threading.Timer(0.3, agents()[0].terminate)
+        timer.start()
+        batch = collector.rollout(20_000)
+        timer.join()
+        net.nodes[0].unlimit("out")
+        rows = batch.valid[:, 0]
+        assert 0 < rows.sum() < 20_000 and rows[: rows.sum()].all(), "a prefix"
+        assert batch.valid[:, 2:].all(), "the other node's"
+
+
 def test_an_agent_that_outlives_its_job_is_told_to_leave(net):
     """A container that its scheduler does not end: it must not come back in place of the job that replaces it."""
     backend = Namespaces(net, heartbeat=FAST)
@@ -303,7 +336,7 @@ def test_a_large_pull_over_a_slow_link_delays_nobody_else(net):
     """100 MB at 8 MB/s to one node, while the other steps."""
     with ce.ClusterEnv(ID, 4, backend=Namespaces(net, heartbeat=FAST), recovery=RECOVERY) as envs:
         envs.reset(seed=1)
-        crew, slots = envs._pool.crew, np.array([2, 3])
+        pool, slots = envs._pool, np.array([2, 3])
 
         def steps(until):
             seconds = []
@@ -316,8 +349,8 @@ def test_a_large_pull_over_a_slow_link_delays_nobody_else(net):
 
         alone, _ = steps(lambda count: count >= 1500)
         net.nodes[0].limit(8e6, "in")
-        crew.put_weights(0, os.urandom(100_000_000), 0)
-        crew._offer(0, 0)
+        weights = pool.weights.assign(pool.weights.of(0), 0, os.urandom(100_000_000))
+        pool._put_weights(pool.weights.load(0, weights, 0, time.monotonic())[1])
         during, count = steps(lambda _: envs.stats()["pull_s"][0] is not None)
         print(f"ms per step, p50 and p99: {alone.round(2)} alone, {during.round(2)} of {count} in the pull")
         assert envs.stats()["pull_s"][0] > 10 and count > 500
@@ -488,19 +521,19 @@ def test_bad_addresses(bind):
 
 
 def test_27_weights_that_arrive_damaged_are_pulled_again(net, monkeypatch):
-    from clusterenv.cluster.weight_server import Offers
+    from clusterenv.cluster.weight_server import WeightServer
 
-    answer, spoiled = Offers.answer, []
+    answer, spoiled = WeightServer.answer, []
 
-    def spoil(self, pull, now):
-        messages = list(answer(self, pull, now) or [])
+    def spoil(self, pull, session):
+        messages = list(answer(self, pull, session))
         if messages and not spoiled:
             message, (piece,) = messages[0]
-            spoiled.append(pull.seat)
+            spoiled.append(pull.weights)
             messages[0] = message, [bytes([piece[0] ^ 0xFF]) + bytes(piece[1:])]
         return iter(messages)
 
-    monkeypatch.setattr(Offers, "answer", spoil)
+    monkeypatch.setattr(WeightServer, "answer", spoil)
     with make(net) as envs:
         batch = envs.collector(numpy_policy(), seed=1).rollout(8)
         assert spoiled and batch.valid.all()

@@ -18,19 +18,21 @@ from clusterenv.transport.keys import read_joining, write_joining
 from netns import Network, Proxy
 
 
-def agent_command(plan_or_path: Any, node: int = 0, lease_s: float = 60.0) -> list[str]:
+def agent_command(
+    plan_or_path: Any, node: int = 0, lease_s: float = 60.0, dead_after_s: float | None = None
+) -> list[str]:
     import sys
 
     path = plan_or_path.files[node] if isinstance(plan_or_path, Plan) else plan_or_path
-    limits = ["--lease-s", str(lease_s), "--dead-after-s", str(lease_s)]
+    limits = ["--lease-s", str(lease_s), "--dead-after-s", str(lease_s if dead_after_s is None else dead_after_s)]
     return [sys.executable, "-m", "clusterenv", "node", "--join", str(path), *limits]
 
 
 class NamespaceJobs:
     """`Jobs` whose machines are namespaces."""
 
-    def __init__(self, net: Network, plan: Plan) -> None:
-        self.net, self.plan = net, plan
+    def __init__(self, net: Network, plan: Plan, dead_after_s: float | None = None) -> None:
+        self.net, self.plan, self.dead_after_s = net, plan, dead_after_s
         self.agents: dict[int, subprocess.Popen[Any]] = {}
         self.is_full = False  # whether there is no machine to be had
 
@@ -49,7 +51,7 @@ class NamespaceJobs:
         if self.is_full:
             raise ce.StartError("no machine is free")
         with (self.plan.folder / f"node-{node}.log").open("ab") as log:
-            command = agent_command(self.plan, node, self.plan.lease_s)
+            command = agent_command(self.plan, node, self.plan.lease_s, self.dead_after_s)
             self.agents[node] = self.net.nodes[node].popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def drop(self, node: int) -> None:
@@ -80,6 +82,7 @@ class Namespaces(Remote):
 
     net: Network
     through_proxy: bool = False
+    dead_after_s: float | None = None
     jobs: list[NamespaceJobs] = field(default_factory=list)
     proxies: list[Proxy] = field(default_factory=list)
     start_timeout_s: float = field(default=60.0, kw_only=True)
@@ -92,7 +95,7 @@ class Namespaces(Remote):
         def launch(plan: Plan) -> NamespaceJobs:
             if self.through_proxy:
                 self._divert(plan)
-            self.jobs[:] = [NamespaceJobs(self.net, plan)]
+            self.jobs[:] = [NamespaceJobs(self.net, plan, self.dead_after_s)]
             return self.jobs[0]
 
         return head.call(self.start_with, len(self.net.nodes), launch, *args)

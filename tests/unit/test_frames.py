@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clusterenv as ce
-from clusterenv.wire.frames import CHUNK, FRAME_LIMIT, head_reader, node_reader, to_wire
+from clusterenv.wire.frames import CHUNK, FRAME_LIMIT, PIECE_LEAST, head_reader, node_reader, to_wire
 from clusterenv.wire.messages import Answer, Beat, Bye, Hello, Pull, Rung, Tell
 
 MESSAGES = [
@@ -19,7 +19,7 @@ MESSAGES = [
     Answer(0, 3, 17, True, (1, 2, 3)),
     Rung(1, 5, (0, 1)),
     Beat(((0, 77, 1, 2, 3),)),
-    Pull(0, 3, 1 << 20, 1 << 19),
+    Pull(3, 1 << 20, 1 << 19),
     Bye("preempted"),
 ]
 
@@ -119,3 +119,15 @@ def test_a_node_does_not_read_what_only_nodes_say():
     assert node_reader().read(to_wire(1, tell)[0]) is not None
     with pytest.raises(ce.ProtocolError):
         head_reader().read(to_wire(1, tell)[0])
+
+
+@pytest.mark.parametrize("piece", [PIECE_LEAST, 100_000, CHUNK])
+def test_on_a_slow_link_pieces_are_smaller(piece):
+    data = random.Random(0).randbytes(3 * CHUNK + 7)
+    wire = to_wire(9, MESSAGES[1], [data], piece)
+    assert len(wire) == -(-len(data) // piece) and all(sum(map(len, frames)) <= piece + 100 for frames in wire)
+    reader = head_reader()
+    said = [reader.read(frames) for frames in wire]
+    assert said[:-1] == [None] * (len(wire) - 1) and bytes(said[-1][2][0]) == data
+    with pytest.raises(ce.ProtocolError, match="does not follow"):
+        reader.read([wire[0][0], b"x" * 1000])

@@ -42,9 +42,11 @@ class Cluster(RuleBasedStateMachine):
                     self.open.discard(request)
                     self.lost.add(request)
             elif isinstance(item, Dismiss):
-                assert item.node >= self.invited and self.roster.state(item.node) is not NodeState.ACTIVE
+                assert item.is_unfit or item.node >= self.invited
+                assert self.roster.state(item.node) is not NodeState.ACTIVE
             elif isinstance(item, Replace):
-                assert item.node < self.invited and self.roster.state(item.node) is not NodeState.ACTIVE
+                assert item.node < self.invited
+                assert self.roster.state(item.node) not in (NodeState.ACTIVE, NodeState.UNFIT)
 
     @rule(node=node_numbers, instance=st.sampled_from("ab"))
     def hello(self, node, instance):
@@ -59,6 +61,14 @@ class Cluster(RuleBasedStateMachine):
     @rule(node=node_numbers)
     def connection_ends(self, node):
         self.obey(self.roster.gone(node, "its connection ended", self.now))
+
+    @rule(node=node_numbers)
+    def cannot_load_the_code(self, node):
+        was_active = self.roster.state(node) is NodeState.ACTIVE
+        self.obey(self.roster.unfit(node, "no such module", self.now))
+        if was_active:
+            assert self.roster.state(node) is NodeState.UNFIT and node not in self.seated.values()
+            assert self.roster.gone(node, "its job ended", self.now) == [], "nobody is asked for in its place"
 
     @rule(seconds=st.sampled_from([0.1, 3.0, DEAD_S + 1, MOVE_S + 1]), was_busy=st.booleans())
     def time_passes(self, seconds, was_busy):
@@ -170,20 +180,38 @@ def test_an_orphaned_seat_moves_after_a_while_and_goes_home_again():
 def test_a_replacement_that_never_came_is_asked_for_again_ever_later():
     roster = Roster(1, DEAD_S, MOVE_S)
     assert roster.gone(0, "its job ended", 0.0) == [], "while the run starts, the backend tells"
+    assert roster.gone(0, "its job ended", 5.0) == [Replace(0, "its job ended", "node_asked_again")]
+    assert roster.gone(0, "its job ended", 14.0) == [] and roster.times_asked(0) == 1
     roster.hello(0, "a", None, 0.0)
     assert roster.gone(0, "killed", 1.0)[-1] == Replace(0, "killed")
     asked = [t for t in range(2, 100) if roster.gone(0, "ended", float(t)) == [Replace(0, "ended", "node_asked_again")]]
     assert asked == [6, 16, 36, 76]
 
 
-def test_a_node_that_ends_before_it_ever_came_is_asked_for_again_once_the_run_has_begun():
+def test_a_node_that_ends_before_it_ever_came_is_asked_for_again():
     roster = Roster(3, DEAD_S, MOVE_S, invited=2)
     roster.hello(0, "a", None, 0.0)
     assert roster.gone(1, "its job ended", 1.0) == [], "the backend tells"
-    roster.share_out(2.0)
-    assert roster.gone(1, "its job ended", 8.0) == [Replace(1, "its job ended", "node_asked_again")]
-    roster.scale(3, 10.0)
-    assert roster.gone(2, "no quota", 16.0) == [Replace(2, "no quota", "node_asked_again")]
+    assert roster.gone(1, "its job ended", 6.0) == [Replace(1, "its job ended", "node_asked_again")]
+    roster.share_out(7.0)
+    assert roster.gone(1, "its job ended", 13.0) == [Replace(1, "its job ended", "node_asked_again")]
+    roster.scale(3, 15.0)
+    assert roster.gone(2, "no quota", 21.0) == [Replace(2, "no quota", "node_asked_again")]
+
+
+def test_a_node_that_cannot_run_the_environments_is_not_used_and_not_asked_for_again():
+    roster = Roster(2, DEAD_S, None)
+    for node in (0, 1):
+        roster.hello(node, "a", None, 0.0)
+    done = roster.unfit(0, "no such module", 1.0)
+    assert done == [Unseated(0, 0, "no such module", False), Dismiss(0, is_unfit=True), Seated(0, 1)]
+    assert roster.num_usable == 1 and roster.missing == [0]
+    assert roster.gone(0, "its job ended", 2.0) == [] == roster.tick(2.0, 2.0)
+    (refusal,) = roster.hello(0, "b", None, 3.0)
+    assert isinstance(refusal, Refuse) and refusal.final
+    roster.scale(1, 4.0)
+    roster.scale(2, 5.0)
+    assert roster.num_usable == 1, "it is the first of them"
 
 
 def test_a_seat_waits_for_ever_if_told():

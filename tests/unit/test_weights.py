@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 
 from clusterenv.cluster.weight_server import WeightServer
+from clusterenv.engine.health import Health
 from clusterenv.engine.inputs import WeightsHeld, WeightsRefused, WeightsSent
+from clusterenv.engine.instructions import Kill
+from clusterenv.engine.requests import Requests
 from clusterenv.engine.weights import Node, WeightLedger
+from clusterenv.engine.workers import Workers
 from clusterenv.errors import ProtocolError
+from clusterenv.memory.progress import PHASES
+from clusterenv.recovery import Recovery
 from clusterenv.wire.frames import CHUNK
 from clusterenv.wire.messages import Pull, Withdrawn
 
@@ -160,13 +166,37 @@ def test_another_policy_is_not_mistaken_for_what_was_on_its_way(told):
     assert machine.held is None and told.nodes[0].pulls == 1 and others[0].pulls == 0
 
 
-# -- what the head gives ----------------------------------------------------------------------------------------
+def test_a_shard_that_leaves_a_machine_with_another_one_reads_nothing_there(told):
+    told.ledger.placed(1, 0, 1)
+    machine = told.ledger.of(0)
+    told.ledger.assign(machine, 0, b"x")
+    _, first, transfer = told.load(0)
+    told.load(3)
+    told.arrive(transfer)
+    machine.has_read(1)
+    told.ledger.placed(1, None, 0)
+    told.ledger.assign(machine, 1, b"y")
+    assert told.load(0)[1] == first, "worker 3 would have kept the place for ever"
 
-DATA = bytes(range(256)) * (CHUNK // 128)  # four chunks
+
+def test_limits_for_hangs_begin_when_the_weights_are_there(told):
+    workers = Workers([[0], [1], [2], [3]], [0, 0, 1, 1], None)
+    health = Health(workers, Requests(4), told.ledger, Recovery(step_timeout_s=10.0))
+    stepping = (0, PHASES.index("step"), 0)
+    told.ledger.assign(told.ledger.of(0), 0, b"x")
+    transfer = told.load(0)[2]
+    for now in (0.0, 8.0, 16.0, 100.0):
+        assert health.watch(0, stepping, now) is None
+    told.arrive(transfer)
+    assert health.watch(0, stepping, 101.0) is None and health.watch(0, stepping, 110.0) is None
+    assert health.watch(0, stepping, 112.0) == Kill(0)
 
 
 def given(server, at, size, session=5, number=7):
     return [(message, bytes(frames[0])) for message, frames in server.answer(Pull(number, at, size), session) if frames]
+
+
+DATA = bytes(range(256)) * (CHUNK // 128)  # four chunks
 
 
 @pytest.fixture

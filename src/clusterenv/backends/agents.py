@@ -8,7 +8,8 @@ import time
 from typing import Any
 
 from clusterenv.backends.cluster import Plan, read_tail
-from clusterenv.system.exits import how_it_ended
+from clusterenv.backends.supervisor import Hopeless
+from clusterenv.system.exits import NEVER, how_it_ended
 
 __all__ = ["AgentProcesses"]
 
@@ -27,7 +28,11 @@ class AgentProcesses:
 
     def look(self) -> dict[int, str]:
         codes = {node: agent.poll() for node, agent in self._agents.items()}
-        return {node: f"ended: {how_it_ended(code)}" for node, code in codes.items() if code is not None}
+        return {
+            node: (Hopeless if code == NEVER else str)(f"ended: {how_it_ended(code)}")
+            for node, code in codes.items()
+            if code is not None
+        }
 
     def has_job(self, node: int) -> bool:
         return node in self._agents

@@ -21,7 +21,7 @@ from clusterenv.backends.addresses import dialled, listening_address, parse_adve
 from clusterenv.backends.folder import RunFolder
 from clusterenv.backends.local import split
 from clusterenv.backends.remote import Remote
-from clusterenv.backends.supervisor import Keeper
+from clusterenv.backends.supervisor import Hopeless, Keeper
 from clusterenv.cluster.head import Head, Timing
 from clusterenv.driver import Pool
 from clusterenv.errors import SpecError, StartError
@@ -30,6 +30,7 @@ from clusterenv.executors.remote import RemoteCrew
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
 from clusterenv.system.open_files import allow_open_files
+from clusterenv.system.teardown import Teardown
 from clusterenv.transport.keys import make_keys
 
 __all__ = ["Jobs", "Plan", "agent_command", "start"]
@@ -39,6 +40,12 @@ _QUIET_S = 2.0
 
 _CLEAN_UP_S = 8.0
 """What may be spent on ending the jobs of a run that could not be started."""
+
+_LEASE_S = 60.0
+"""The lease of a node that is not told another (`clusterenv node --lease-s`)."""
+
+_TRIES = 3
+"""A node that ends so often while no node has ever come is taken for a mistake that all of them share."""
 
 _OTHERS_S = 5.0
 """How long the last of `min_nodes` nodes waits for others before the run begins without them."""
@@ -63,14 +70,15 @@ class Plan:
     digests: tuple[str, ...] = ()
     """SHA-256 of each key file, where its owner says nothing."""
 
-    def command(self, node: int, python: str | None = None) -> list[str]:
+    def command(self, node: int, python: str | None = None, options: Sequence[str] = ()) -> list[str]:
         """Return the command that starts the agent of this node on a machine that sees the same files."""
         digest = ["--key-sha256", self.digests[node]] if self.digests else []
-        return agent_command(self.files[node], [*digest, *self.options], python)
+        return agent_command(self.files[node], [*digest, *self.options, *options], python)
 
     @property
     def options(self) -> list[str]:
-        return [] if self.allow_pickle else ["--no-pickle"]
+        lease = [] if self.lease_s == _LEASE_S else ["--lease-s", f"{self.lease_s:g}"]
+        return [*lease, *([] if self.allow_pickle else ["--no-pickle"])]
 
 
 def agent_command(key: Path, options: Sequence[str] = (), python: str | None = None) -> list[str]:
@@ -90,7 +98,10 @@ class Jobs(Protocol):
         ...
 
     def look(self) -> dict[int, str]:
-        """Ask the scheduler: nodes whose agent is known to be over, and why. May be slow, may raise."""
+        """Ask the scheduler: nodes whose agent is known to be over, and why. May be slow, may raise.
+
+        A `Hopeless` reason ends a start at once that needs this node; any other job is started again.
+        """
         ...
 
     def has_job(self, node: int) -> bool:
@@ -149,13 +160,20 @@ def start(
     timing = Timing(*remote.heartbeat, remote.move_after_s)
     folder = RunFolder(remote.folder, timing.lease_s, remote.owner_squashed)
     keeper = Keeper(events)
+    head: Head | None = None
     jobs: Jobs | None = None
+    ending = threading.Lock()
 
     def stop(deadline: float) -> None:
-        left = keeper.stop(deadline)
-        if folder.end(left) and left:
-            events.add(Event("jobs_left", _left_behind(folder, left, jobs, timing.lease_s)))
+        with ending:
+            if head is not None:
+                head.close()
+            left = keeper.stop(deadline)
+            if folder.end(left) and left:
+                events.add(Event("jobs_left", _left_behind(folder, left, jobs, timing.lease_s)))
+        clean_up.forget()
 
+    clean_up = Teardown(lambda: stop(time.monotonic() + _CLEAN_UP_S), _CLEAN_UP_S + 2.0)
     try:
         keys, node_keys = make_keys(), [make_keys() for _ in range(most)]
         head = Head(
@@ -170,11 +188,7 @@ def start(
             sends_pickle=remote.allow_pickle,
             invited=nodes,
         )
-    except BaseException:
-        folder.end("")
-        raise
-    address = dialled(head.address, advertised)
-    try:
+        address = dialled(head.address, advertised)
         folder.write_keys(address, keys.public, node_keys)
         with folder.writing():
             plan = Plan(
@@ -193,6 +207,7 @@ def start(
             keeper.keep(jobs, nodes)
         if described := jobs.describe():
             emit(logging.INFO, described)
+        head.needed_nodes = remote.min_nodes or nodes
         _await(head, address, keeper, jobs, remote, nodes, blueprint.num_envs)
         head.share_out()
         slots_of = split(blueprint.num_envs, workers)
@@ -209,10 +224,11 @@ def start(
             other=remote.other_infos,
             stop=stop,
         )
-        return Pool(crew, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=seat_of)
+        pool = Pool(crew, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=seat_of)
+        head.needed_nodes = 1  # from now on, the others take over whatever a node leaves
+        return pool
     except BaseException:
-        head.close()
-        stop(time.monotonic() + _CLEAN_UP_S)
+        clean_up()
         raise
 
 
@@ -226,7 +242,10 @@ def _left_behind(folder: RunFolder, left: str, jobs: Jobs | None, lease_s: float
 
 
 def _await(head: Head, address: str, keeper: Keeper, jobs: Jobs, remote: Remote, nodes: int, num_envs: int) -> None:
-    """Until every node is here, with a line that says who is missing."""
+    """Wait until every node is here, or `min_nodes` are and no other comes, with a line that says who is missing.
+
+    Jobs that end before their node has come are started again (`Roster.gone`) until the timeout.
+    """
     deadline = time.monotonic() + remote.start_timeout_s
     shown = ""
     where = address if address == head.address else f"{address} (the head listens on {head.address})"
@@ -235,22 +254,21 @@ def _await(head: Head, address: str, keeper: Keeper, jobs: Jobs, remote: Remote,
         here = nodes - len(missing)
         if len(missing) != last:
             last, came = len(missing), time.monotonic()
-        if here >= (remote.min_nodes or nodes) and time.monotonic() - came > _OTHERS_S:
+        over = {node: why for node, why in keeper.over.items() if node in missing}
+        hopeless = _hopeless(head, over, missing)
+        if nodes - len(hopeless) < head.needed_nodes:
+            text = "; ".join(f"node {node} {why}" for node, why in hopeless.items())
+            raise StartError(f"{text}{_tails(jobs, list(hopeless))}")
+        if here >= head.needed_nodes and (len(hopeless) == len(missing) or time.monotonic() - came > _OTHERS_S):
             emit_progress(f"beginning with {here} of {nodes} nodes")
             return
         line = f"{here}/{nodes} nodes, {num_envs * here // nodes}/{num_envs} environments, waiting for "
-        line += ", ".join(_described(jobs, i) for i in missing[:5]) + (" ..." if len(missing) > 5 else "")
+        line += ", ".join(_described(jobs, i, over) for i in missing[:5]) + (" ..." if len(missing) > 5 else "")
         if line != shown and time.monotonic() > deadline - remote.start_timeout_s + _QUIET_S:
             if not shown:
                 emit_progress(f"waiting for {len(missing)} nodes at {where}")
             emit_progress(line)
             shown = line
-        over = {node: why for node, why in keeper.over.items() if node in missing}
-        refused = {node: head.refusals[node] for node in missing if node in head.refusals}
-        if refused or over:
-            text = "; ".join(f"node {node} was refused: {why}" for node, why in refused.items())
-            text = text or "; ".join(f"node {node} {why}" for node, why in over.items())
-            raise StartError(f"{text}{_tails(jobs, list(refused or over))}")
         if time.monotonic() > deadline:
             raise StartError(
                 f"{line} after {remote.start_timeout_s:g} s. The nodes dial {where}: check that they can reach it; "
@@ -259,8 +277,22 @@ def _await(head: Head, address: str, keeper: Keeper, jobs: Jobs, remote: Remote,
         head.pump(0.1)
 
 
-def _described(jobs: Jobs, node: int) -> str:
-    state = jobs.state(node)
+def _hopeless(head: Head, over: Mapping[int, str], missing: Sequence[int]) -> dict[int, str]:
+    """Return the nodes that will not come however long they are awaited, and why."""
+    refused = {node: f"was refused: {head.refusals[node]}" for node in missing if node in head.refusals}
+    if refused:
+        return refused
+    if head.roster.has_met_any:
+        return {node: why for node, why in over.items() if isinstance(why, Hopeless)}
+    return {
+        node: why if isinstance(why, Hopeless) else f"{why} ({_TRIES} times, and no node has come yet)"
+        for node, why in over.items()
+        if isinstance(why, Hopeless) or head.roster.times_asked(node) >= _TRIES - 1
+    }
+
+
+def _described(jobs: Jobs, node: int, over: Mapping[int, str]) -> str:
+    state = f"{over[node]}, to be started again" if node in over else jobs.state(node)
     return f"node {node}: {state}" if state else f"node {node}"
 
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from clusterenv.backends.kubernetes_api import LEASE, SEEN, Api, delete_run, labels, now, selector
 from clusterenv.backends.remote import Remote
+from clusterenv.backends.supervisor import Hopeless
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import emit
+from clusterenv.system.exits import NEVER
 
 if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode
@@ -62,7 +64,7 @@ class Kubernetes(Remote):
             root, the cluster refuses the pod. 0: root, which namespaces with the "restricted" standard refuse.
         python: the interpreter in the image.
         kubeconfig, context: None: as kubectl finds them; within a pod, its service account.
-        grace_s: what a pod gets to finish its step when it is deleted.
+        grace_s: what a pod gets, when it is deleted or evicted, to finish its step and hand over what it has.
         others: as in `Remote`, which see.
     """
 
@@ -121,10 +123,12 @@ def pod_manifest(
 ) -> Manifest:
     cores = backend.workers_per_node if backend.cpu is None else backend.cpu
     resources = {"cpu": str(cores), **({} if backend.memory is None else {"memory": backend.memory})}
+    grace_s = backend.pod_overrides.get("terminationGracePeriodSeconds", backend.grace_s)
+    grace = ["--grace-s", str(grace_s)]
     container = {
         "name": "node",
         "image": backend.image,
-        "command": [backend.python, "-m", "clusterenv", "node", "--join", _KEY, "--mounted", *options],
+        "command": [backend.python, "-m", "clusterenv", "node", "--join", _KEY, *grace, "--mounted", *options],
         "resources": {"requests": resources, "limits": resources},
         "volumeMounts": [{"name": "key", "mountPath": _KEY, "subPath": "node.key", "readOnly": True}],
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
@@ -195,7 +199,8 @@ class _Pods:
                 pod = self._seen[name]
                 text, is_over = ("deleted", True) if pod is None else _describe(pod)
                 if is_over:
-                    over[node] = f"ended: pod {name} is {text}"
+                    is_hopeless = pod is not None and _is_hopeless(pod)
+                    over[node] = (Hopeless if is_hopeless else str)(f"ended: pod {name} is {text}")
         return over
 
     def _beat(self) -> None:
@@ -268,6 +273,16 @@ class _Pods:
             delete_run(self._api, self._namespace, self._plan.run, deadline)
         finally:
             self._api.close()
+
+
+def _is_hopeless(pod: Any) -> bool:
+    """Return whether a pod that is over would end the same way again."""
+    states = [container.state for container in pod.status.container_statuses or []]
+    return any(
+        (state.waiting is not None and state.waiting.reason in _HOPELESS)
+        or (state.terminated is not None and state.terminated.exit_code == NEVER)
+        for state in states
+    )
 
 
 def _describe(pod: Any) -> tuple[str, bool]:

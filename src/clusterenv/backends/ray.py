@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from clusterenv.arguments import expect
 from clusterenv.backends.remote import Remote
+from clusterenv.backends.supervisor import Hopeless
 from clusterenv.errors import StartError
-from clusterenv.system.exits import how_it_ended
+from clusterenv.system.exits import NEVER, how_it_ended
 
 if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode
@@ -167,7 +168,7 @@ class _Actors:
             if code is None:
                 self._asked[node] = self._actors[node].poll.remote()
             else:
-                self._over[node] = f"ended: {how_it_ended(code)}"
+                self._over[node] = (Hopeless if code == NEVER else str)(f"ended: {how_it_ended(code)}")
         return dict(self._over)
 
     def has_job(self, node: int) -> bool:

@@ -37,7 +37,7 @@ class Remote:
         owner_squashed: the file system of `folder` shows another owner than you for files that you make (NFS with
             root_squash or all_squash, owners that are mapped): accept it, and have nodes check the content of their key
             file instead. Whoever that file system takes for the same owner can read the keys (docs/security.md).
-        start_timeout_s: how long to wait for the nodes.
+        start_timeout_s: how long to wait for the nodes; those that are lost meanwhile are started again.
         max_nodes: how many `envs.scale` may ask for. Every node has the workers of its own slots, and of those whose
             nodes are not there: with 2 nodes of at most 4, twice `workers_per_node`.
         min_nodes: begin when so many have come and no other did for 5 s; the rest may join later. None: all.

@@ -6,6 +6,7 @@ What is submitted is made here, by pure functions (`job_script`, `srun_command`)
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
 
-__all__ = ["Slurm", "job_script", "script_body", "srun_command"]
+__all__ = ["Slurm", "grace_options", "job_script", "script_body", "srun_command"]
 
-_LEAVE_S = 30
-"""A node is told to leave so long before its time limit."""
+_SIGNAL_S = 60
+"""What `--signal=TERM` means without a time."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Slurm(Remote):
         wrap: words to put before the command of a node, or a string that is split as a shell would: a container
             ("apptainer exec image.sif"), an environment ("conda run -n x"). They are quoted: `$HOME` is not expanded.
             What they start must see `folder` under the same path, use the host's network, and pass SIGTERM on.
+        grace_s: what a node gets to hand over what it has, from SIGTERM to SIGKILL: as long before its time limit it is
+            told to leave (`--signal`). Preemption and `scancel` give what the site grants (GraceTime, KillWait).
         mode: "submit" submits jobs; "srun" starts steps within the allocation that this script runs in.
         on_head_node: with "srun": the node that this script runs on is one of `nodes`.
         folder: for keys, on a filesystem that nodes see. Logs stay in its `logs`.
@@ -72,6 +75,7 @@ class Slurm(Remote):
     on_head_node: bool = False
     python: str | None = field(default=None, kw_only=True)
     wrap: str | Sequence[str] = field(default=(), kw_only=True)
+    grace_s: int = field(default=30, kw_only=True)
     folder: str | os.PathLike[str] | None = field(default="~/.clusterenv", kw_only=True)
     # The lease: Ctrl-Z must not cost a place in the queue.
     heartbeat: tuple[float, float, float] = field(default=(1.0, 10.0, 300.0), kw_only=True)
@@ -145,13 +149,21 @@ def job_script(slurm: Slurm, name: str, command: Sequence[str], log: Path, folde
         "output": str(log).replace("%", "%%"),
         "open-mode": "append",
         "chdir": str(folder),
-        "signal": f"B:TERM@{_LEAVE_S}",
+        "signal": f"B:TERM@{slurm.grace_s}",
         **slurm.options(),
     }
     lines = ["#!/bin/bash"]
     for option, value in options.items():
         lines.append(f"#SBATCH --{option}" if value is None else f"#SBATCH --{option}={shlex.quote(str(value))}")
     return "\n".join([*lines, *script_body(slurm, command)])
+
+
+def grace_options(slurm: Slurm) -> list[str]:
+    """Return the options that tell an agent how long it has from SIGTERM; a `--signal` of the user's own counts."""
+    own = str(slurm.extra.get("signal") or "")
+    given = re.fullmatch(r"(?:\w+:)?(?:SIG)?(?:TERM|15)(?:@(\d+))?", own, re.IGNORECASE)
+    seconds = slurm.grace_s if given is None else int(given[1] or _SIGNAL_S)
+    return ["--grace-s", str(seconds)]
 
 
 def script_body(slurm: Slurm, command: Sequence[str]) -> list[str]:

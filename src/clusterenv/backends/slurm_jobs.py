@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterenv.backends.programs import NoAnswer, ask
-from clusterenv.backends.slurm import job_script, script_body, srun_command
+from clusterenv.backends.slurm import grace_options, job_script, script_body, srun_command
+from clusterenv.backends.supervisor import Hopeless
 from clusterenv.errors import StartError
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class SlurmJobs:
                 if state in _OVER:
                     over[node] = f"ended: SLURM job {job} is {self.state(node)}"
                 elif state == "PENDING" and reason in _HOPELESS:
-                    over[node] = f"will never run: SLURM job {job} is {self.state(node)}"
+                    over[node] = Hopeless(f"will never run: SLURM job {job} is {self.state(node)}")
             elif job in self._seen:
                 over[node] = f"ended: SLURM knows job {job} no more"
         return over
@@ -112,7 +113,7 @@ class SlurmJobs:
 
     def start(self, node: int) -> None:
         self._cancel(node)  # it may wait for what will never be
-        command = self._plan.command(node, self._slurm.python)
+        command = self._plan.command(node, self._slurm.python, grace_options(self._slurm))
         script = job_script(self._slurm, self._name, command, self._log(node), Path.cwd())
         try:
             answer = _run(["sbatch", "--parsable"], script, closing=self._plan.closing, patience_s=_LAST_COMMAND_S)
@@ -177,9 +178,8 @@ class SlurmSteps:
 
     def start(self, node: int) -> None:
         script = self._plan.folder / f"node-{node}.sh"
-        script.write_text(
-            "\n".join(["#!/bin/bash", *script_body(self._slurm, self._plan.command(node, self._slurm.python))])
-        )
+        command = self._plan.command(node, self._slurm.python, grace_options(self._slurm))
+        script.write_text("\n".join(["#!/bin/bash", *script_body(self._slurm, command)]))
         with (self._logs / f"node-{node}.log").open("ab") as log:
             self._steps[node] = subprocess.Popen(
                 srun_command(self._slurm, self._hosts[node], script),

@@ -7,6 +7,7 @@ a scheduler that hangs delays nobody, and nothing can be started once `stop` was
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import threading
@@ -16,11 +17,12 @@ from typing import TYPE_CHECKING
 
 from clusterenv.errors import StartError
 from clusterenv.events import Event, EventLog, emit
+from clusterenv.system.teardown import OwnThread
 
 if TYPE_CHECKING:
     from clusterenv.backends.cluster import Jobs
 
-__all__ = ["Keeper"]
+__all__ = ["Hopeless", "Keeper"]
 
 _LOOK_S = 0.5
 _AGAIN_S = 2.0
@@ -33,13 +35,21 @@ _LATE_S = 30.0
 """How long `Jobs.stop` may take in the background, where an earlier call returned after the deadline only."""
 
 
+class Hopeless(str):
+    """Why a job is over, as `Jobs.look` says it, where starting it again would not help."""
+
+    __slots__ = ()
+
+
 class Keeper:
     def __init__(self, events: EventLog) -> None:
         self.over: dict[int, str] = {}
-        """Nodes whose agent is known to be over, and why; not those that are let go. Replaced whole, never changed."""
+        """Nodes whose agent is known to be over, and why; not those that are let go, or wanted again. Replaced whole,
+        never changed."""
         self.closing = threading.Event()
         """Set by `stop`. Backends may watch it, to give up a question that is under way."""
         self._events = events
+        self._lock = threading.Lock()  # of `over`, which two threads replace
         self._orders: deque[tuple[int, bool]] = deque()  # node, whether it is wanted
         self._wanted: dict[int, float] = {}  # node → when to start it at the earliest
         self._let_go: set[int] = set()
@@ -53,7 +63,7 @@ class Keeper:
 
     def keep(self, jobs: Jobs, nodes: int) -> None:
         """Start so many nodes, and look after them from now on. Raises what the backend raises in the first starts."""
-        self._thread = threading.Thread(target=self._run, args=(jobs, nodes), name="clusterenv-keeper", daemon=True)
+        self._thread = OwnThread(functools.partial(self._run, jobs, nodes), "clusterenv-keeper")
         self._thread.start()
         self._begun.wait()
         if self._failure is not None:
@@ -64,7 +74,9 @@ class Keeper:
 
         One that is alive joins anew by itself: then there is nothing to do.
         """
-        self._orders.append((node, True))
+        with self._lock:  # what `over` says of it is of its last job: nobody may take that for the end of the next
+            self._orders.append((node, True))
+            self.over = {other: why for other, why in self.over.items() if other != node}
 
     def let_go(self, node: int) -> None:
         """This node is not wanted any more, and was told so."""
@@ -149,7 +161,9 @@ class Keeper:
         over, now = jobs.look(), time.monotonic()
         due = [n for n, at in self._wanted.items() if now >= at and (n in over or not jobs.has_job(n))]
         # Before the first start: nobody may take a new agent, which joins at once, for the one that is over.
-        self.over = {node: why for node, why in over.items() if node not in due and node not in self._let_go}
+        with self._lock:
+            not_told = {*self._let_go, *self._wanted, *(node for node, is_wanted in self._orders if is_wanted)}
+            self.over = {node: why for node, why in over.items() if node not in not_told}
         for node in due:
             if self.closing.is_set():
                 return

@@ -6,13 +6,15 @@ import sys
 import threading
 import traceback
 
+from clusterenv.system.teardown import current_exception
+
 __all__ = ["Ending"]
 
 _LIMIT = 500  # characters of an exception that are sent
 
 
 class Ending:
-    """Made when a run begins, asked in the thread that closes it."""
+    """Made when a run begins, asked in the thread that closes it, or in that of its teardown."""
 
     def __init__(self) -> None:
         # The number only: a reference would keep the frames of that exception alive.
@@ -21,10 +23,10 @@ class Ending:
     def error(self) -> str:
         """Return the exception that ends the run, as text; empty where the run is closed in order.
 
-        That is the exception under way in this thread (`with`, `finally`), unless it was already being handled when
-        the run began; or, while the interpreter ends, the one that has ended the script.
+        That is the exception under way where the run was closed (`with`, `finally`), unless it was already being
+        handled when the run began; or, while the interpreter ends, the one that has ended the script.
         """
-        error = sys.exc_info()[1]
+        error = current_exception()
         if id(error) == self._handled:
             error = None
         if error is None and not threading.main_thread().is_alive():

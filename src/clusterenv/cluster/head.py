@@ -7,10 +7,7 @@ is carried out here; what workers said is opened by `RemoteCrew`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +17,7 @@ import zmq
 
 from clusterenv.cluster.checks import mismatch
 from clusterenv.cluster.ending import Ending
+from clusterenv.cluster.listener import Listener
 from clusterenv.cluster.roster import Admit, Dismiss, Instruction, Refuse, Replace, Roster, Seated, Unseated
 from clusterenv.cluster.weight_server import WeightServer
 from clusterenv.code.versions import FOR_PICKLES
@@ -49,9 +47,6 @@ _MOST = 64
 _TICK_S = 0.02
 """How often the roster is told that time passes."""
 
-_AWAY_S = 0.02
-"""The caller's thread has not come for so long: the other one listens."""
-
 
 class Timing(NamedTuple):
     beat_s: float
@@ -80,30 +75,6 @@ class _Peer:
         self.reader: Reader[FromNode] = head_reader()
         self.node = -1
         self.was_told = False  # that its session is over
-
-
-class _Caller:
-    """The lock as the caller's thread takes it: the listening thread is told to let go."""
-
-    def __init__(self, lock: Any) -> None:
-        self._lock = lock
-        self.is_waiting = False
-        self.used_at = time.monotonic()
-        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def __enter__(self) -> None:
-        self.used_at = time.monotonic()
-        if not self._lock.acquire(blocking=False):
-            self.is_waiting = True
-            try:
-                os.eventfd_write(self.wake, 1)
-                self._lock.acquire()
-            finally:
-                self.is_waiting = False
-
-    def __exit__(self, *_: object) -> None:
-        self.used_at = time.monotonic()
-        self._lock.release()
 
 
 class Head:
@@ -152,6 +123,8 @@ class Head:
         self.leaving: frozenset[int] = frozenset()
         """Seats that are to change hands; the crew says when (`release`)."""
         self.refusals: dict[int, str] = {}
+        self.needed_nodes = 1
+        """The run ends by an error where fewer than these can run its environments."""
         self.message_limit = 16 << 20
         self.bytes_sent = [0] * len(node_keys)
         self.bytes_received = [0] * len(node_keys)
@@ -159,18 +132,15 @@ class Head:
         self.frames_received = [0] * len(node_keys)
         self.dropped = 0
         """Messages of sessions that are over, or that the protocol does not know."""
-        # Reentrant: Ctrl-C may strike between taking it and the body of the `with`, and close() must still get in.
-        self._lock = threading.RLock()
-        self._mine = _Caller(self._lock)
         self._next_tick = 0.0
         self._listening_since = time.monotonic()
         self._listened_at = time.monotonic()
+        self._mine = Listener(self._turn)
         self._poller = zmq.Poller()
         self._socket.poll_on(self._poller)
         self._poller.register(self._mine.wake, zmq.POLLIN)
-        self._quit = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="clusterenv-head", daemon=True)
-        self._thread.start()
+        self._is_closed = False
+        self._mine.start()
 
     # -- the caller's thread ----------------------------------------------------------------------------------
 
@@ -223,25 +193,12 @@ class Head:
                 timeout_s = 0.0
             self._turn(timeout_s)
 
-    # -- the other thread -------------------------------------------------------------------------------------
-
-    def _listen(self) -> None:
-        while not self._quit.is_set():
-            if self._mine.is_waiting or time.monotonic() - self._mine.used_at < _AWAY_S:
-                self._quit.wait(_AWAY_S)
-            elif self._lock.acquire(timeout=0.25):
-                try:
-                    self._turn(0.25)
-                finally:
-                    self._lock.release()
-
     # -- both, one at a time ----------------------------------------------------------------------------------
 
     def _turn(self, timeout_s: float) -> None:
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._mine.wake in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._mine.wake)
+            self._mine.was_woken()
         # Silence is counted up to here: what comes while this thread is held up below is read before the next tick.
         began = now = time.monotonic()
         if now - self._listened_at > max(1.0, timeout_s + 0.5):  # the head itself stood still
@@ -294,12 +251,10 @@ class Head:
             for worker, *where in message.progress:
                 self.progress[worker] = (where[0], where[1], where[2], where[3])
         elif isinstance(message, Bye):
+            self._send(node, Leave(-1, "goodbye"))  # all that it said before has come
             self._do(self.roster.gone(node, message.reason, now))
         elif isinstance(message, Pull):
-            try:
-                self._give(message, node)
-            except ProtocolError as error:
-                self._broke_protocol(peer, error, now)
+            self._give(message, peer, now)
         elif self.roster.holder(message.seat) != node:
             self.dropped += 1
         else:
@@ -318,6 +273,7 @@ class Head:
         if any(isinstance(item, Admit) for item in done):
             self._active[peer.node] = peer
             self._hellos[peer.node] = hello
+            self.refusals.pop(peer.node, None)
             where = f"{hello.host} (process {hello.pid}, {hello.cores} cores)"
             kind = "node_joined" if before is None else "node_back"
             self._events.add(Event(kind, f"node {peer.node} is here: {where}"), level=logging.INFO)
@@ -342,6 +298,13 @@ class Head:
             if node in self._active:
                 self._do(self.roster.gone(node, reason, time.monotonic()))
 
+    def node_unfit(self, node: int, reason: str, detail: str) -> bool:
+        """Use this node no more: it cannot run the environments. Returns whether enough others are left."""
+        with self._mine:
+            self._events.add(Event("node_unfit", f"node {node} is not used any more: {reason}", detail=detail))
+            self._do(self.roster.unfit(node, reason, time.monotonic()))
+            return self.roster.num_usable >= self.needed_nodes
+
     def _do(self, instructions: Sequence[Instruction]) -> None:
         if instructions:
             self.leaving = self.roster.leaving
@@ -355,8 +318,9 @@ class Head:
             elif isinstance(item, Seated):
                 self.seat_events.append(item)
             elif isinstance(item, Dismiss):
-                self._send(item.node, Leave(-1, "the run needs fewer nodes"))
-                if self._active.pop(item.node, None) is not None:
+                why = "it cannot run the environments" if item.is_unfit else "the run needs fewer nodes"
+                self._send(item.node, Leave(-1, why, failed=item.is_unfit))
+                if self._active.pop(item.node, None) is not None and not item.is_unfit:
                     self._events.add(Event("node_left", f"node {item.node}: scaled down"), level=logging.INFO)
                 self._keeper.let_go(item.node)
             elif isinstance(item, Replace):
@@ -377,10 +341,15 @@ class Head:
                 return False
         return True
 
-    def _give(self, pull: Pull, node: int) -> None:
+    def _give(self, pull: Pull, peer: _Peer, now: float) -> None:
         sent = 0
-        for message, payload in self._weights.answer(pull, self.roster.session(node)):
-            self._send(node, message, payload)
+        try:
+            answer = self._weights.answer(pull, self.roster.session(peer.node))
+        except ProtocolError as error:
+            self._broke_protocol(peer, error, now)
+            return
+        for message, payload in answer:
+            self._send(peer.node, message, payload)
             if isinstance(message, Withdrawn):
                 return
             sent += sum(map(len, payload))
@@ -399,13 +368,11 @@ class Head:
         }
 
     def close(self) -> None:
-        """Tell everybody that the run is over. Idempotent."""
-        if self._quit.is_set():
+        """Tell everybody that the run is over. Idempotent, also where it was interrupted."""
+        if self._is_closed:
             return
         error = self._ending.error()
-        self._quit.set()
-        os.eventfd_write(self._mine.wake, 1)
-        self._thread.join()
+        self._mine.stop()
         for node in list(self._active):
             self._send(node, Leave(-1, f"the run failed: {error}" if error else "the run is over", bool(error)))
         deadline = time.monotonic() + 1.0
@@ -415,4 +382,5 @@ class Head:
             links = set(self._socket.gone())
             self._active = {node: peer for node, peer in self._active.items() if peer.link not in links}
         self._socket.close()
-        os.close(self._mine.wake)
+        self._mine.close()
+        self._is_closed = True

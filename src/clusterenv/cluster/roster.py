@@ -18,6 +18,7 @@ class NodeState(enum.Enum):
     AWAITED = "awaited"  # asked for as the run starts, never seen
     ACTIVE = "active"
     LOST = "lost"  # was here, or is wanted in the middle of a run; it, or its replacement, is awaited
+    UNFIT = "unfit"  # was here, and cannot run the environments; it is not used, and nobody is awaited in its place
 
 
 class Admit(NamedTuple):
@@ -58,26 +59,29 @@ class Replace(NamedTuple):
     node: int
     reason: str
     event: Literal["node_lost", "node_asked_again", "node_invited"] = "node_lost"
-    """It was here; its replacement ended before it came; the run is to be larger."""
+    """It was here; it, or its replacement, ended before it came; the run is to be larger."""
 
 
 class Dismiss(NamedTuple):
     """Tell this node that it is not needed any more, and the backend."""
 
     node: int
+    is_unfit: bool = False
+    """It cannot run the environments; otherwise, the run needs fewer nodes."""
 
 
 Instruction = Admit | Refuse | Seated | Unseated | Replace | Dismiss
 
 _ASK_AGAIN_S = 5.0
 _ASK_MOST_S = 60.0
-"""How soon a replacement that ended before it came is asked for again: twice as long each time, up to the second."""
+"""How soon a node that ended before it came is asked for again: twice as long each time, up to the second."""
 
 _AFTER = {
     (NodeState.AWAITED, "hello"): NodeState.ACTIVE,
     (NodeState.LOST, "hello"): NodeState.ACTIVE,
     (NodeState.ACTIVE, "hello"): NodeState.ACTIVE,  # it came back before its end was noticed
     (NodeState.ACTIVE, "gone"): NodeState.LOST,
+    (NodeState.ACTIVE, "unfit"): NodeState.UNFIT,
 }
 
 
@@ -89,8 +93,8 @@ class _Node:
     heard_at: float = 0.0
     seats: set[int] = field(default_factory=set)
     history: list[str] = field(default_factory=list)
-    asked: int = 0  # how often for a replacement
-    asked_at: float = 0.0
+    asked: int = 0  # how often it was asked for again since it was last here
+    asked_at: float | None = None
 
 
 class Roster:
@@ -140,6 +144,20 @@ class Roster:
     def missing(self) -> list[int]:
         return [i for i in self._invited if self._nodes[i].state is not NodeState.ACTIVE]
 
+    @property
+    def num_usable(self) -> int:
+        """How many nodes are here, or may still come."""
+        return sum(self._nodes[i].state is not NodeState.UNFIT for i in self._invited)
+
+    @property
+    def has_met_any(self) -> bool:
+        """Whether any node has ever joined."""
+        return self._sessions > 0
+
+    def times_asked(self, node: int) -> int:
+        """Return how often this node was asked for again since it was last here."""
+        return self._nodes[node].asked
+
     # -- events -----------------------------------------------------------------------------------------------
 
     def hello(self, number: int, instance: str, mismatch: str | None, now: float) -> list[Instruction]:
@@ -151,6 +169,8 @@ class Roster:
         if number not in self._invited:
             refusal = Refuse(number, f"the run has {len(self._invited)} nodes now, without node {number}", True)
             return [refusal, *self.gone(number, "its connection ended", now)]
+        if node.state is NodeState.UNFIT:
+            return [Refuse(number, "it cannot run the environments of this run", True)]
         done: list[Instruction] = []
         if node.state is NodeState.ACTIVE:
             if node.instance != instance:
@@ -173,7 +193,7 @@ class Roster:
         return True
 
     def gone(self, number: int, reason: str, now: float) -> list[Instruction]:
-        """Its connection ended, its job ended, or it said goodbye; of one that is lost: its replacement ended."""
+        """Its connection ended, its job ended, or it said goodbye; of one that is not here: it ended before it came."""
         node = self._nodes[number]
         if number not in self._invited:
             if node.state is not NodeState.ACTIVE:
@@ -181,7 +201,9 @@ class Roster:
             self._move(node, "gone", reason)
             return [*self._unseat(node, number, reason, now), Dismiss(number), *self._place(now)]
         if node.state is not NodeState.ACTIVE:
-            if node.state is NodeState.AWAITED or now - node.asked_at < min(_ASK_AGAIN_S * 2**node.asked, _ASK_MOST_S):
+            if node.asked_at is None:  # not at once: whoever waits for it sees its end, and may give the start up
+                node.asked_at = now
+            if node.state is NodeState.UNFIT or now - node.asked_at < min(_ASK_AGAIN_S * 2**node.asked, _ASK_MOST_S):
                 return []
             node.asked, node.asked_at = node.asked + 1, now
             self._note(node, reason)
@@ -189,6 +211,14 @@ class Roster:
         self._move(node, "gone", reason)
         node.asked_at = now
         return [*self._unseat(node, number, reason, now), Replace(number, reason), *self._place(now)]
+
+    def unfit(self, number: int, reason: str, now: float) -> list[Instruction]:
+        """It cannot run the environments: its seats go to others at once, and it is not asked for again."""
+        node = self._nodes[number]
+        if node.state is not NodeState.ACTIVE:
+            return []
+        self._move(node, "unfit", reason)
+        return [*self._unseat(node, number, reason, now), Dismiss(number, is_unfit=True), *self._place(now)]
 
     def tick(self, now: float, listening_since: float) -> list[Instruction]:
         """Time passes. Silence counts only while the head itself was listening."""
@@ -226,7 +256,8 @@ class Roster:
         """The run begins. Every seat to somebody who is here, also those whose own nodes have never come."""
         done = self._place(now)
         for number in self.missing:
-            self._want(number, now)
+            if self._nodes[number].state is NodeState.AWAITED:
+                self._want(number, now)
         here = self._here()
         if here:
             done += [self._seat(seat, self._least(here)) for seat in sorted(self._empty_since)]
@@ -282,7 +313,7 @@ class Roster:
     def _may_move(self, seat: int, now: float) -> bool:
         if seat not in self._was_seated:
             return False
-        if seat not in self._invited:
+        if seat not in self._invited or self._nodes[seat].state is NodeState.UNFIT:
             return True
         if self._move_after_s is None:
             return False

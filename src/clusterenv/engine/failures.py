@@ -17,10 +17,10 @@ from clusterenv.engine.state import State
 from clusterenv.engine.workers import Progress
 from clusterenv.errors import CrashLoopError, EnvError, WorkerLostError
 from clusterenv.events import Event
+from clusterenv.memory.progress import PHASES
 from clusterenv.recovery import Recovery, RestartBook
 from clusterenv.wire.infos import Columns
 from clusterenv.wire.requests import Attach, Build, Fault, Rebuild
-from clusterenv.worker.envs import PHASES
 
 __all__ = ["Failures", "env_error", "last_words"]
 

@@ -12,8 +12,8 @@ from clusterenv.engine.requests import Requests
 from clusterenv.engine.weights import WeightLedger
 from clusterenv.engine.workers import Progress, Workers, WorkerState
 from clusterenv.events import Event
+from clusterenv.memory.progress import PHASES
 from clusterenv.recovery import Recovery
-from clusterenv.worker.envs import PHASES
 
 __all__ = ["Health", "PaceWatch", "innermost_line"]
 
@@ -27,6 +27,7 @@ class Health:
 
     def __init__(self, workers: Workers, requests: Requests, weights: WeightLedger, recovery: Recovery) -> None:
         self._workers = workers
+        self._weights = weights
         self._requests = requests
         self._weights = weights
         self._recovery = recovery

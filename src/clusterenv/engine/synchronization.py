@@ -40,7 +40,6 @@ class Synchronization:
         self.wants_first_states = exchange.codec == "auto" and not prepared.is_recurrent and prepared.mask is None
         """Whether to measure on the initial states of episodes before there are others."""
         self._was_overdue = False
-        self.sample_every: int | None = None  # of its own; for experiments
 
     @property
     def is_attached(self) -> bool:
@@ -61,8 +60,7 @@ class Synchronization:
         """Return which states of fragments of so many steps are to be sampled."""
         within = REPLAY if self._is_recurrent else None
         steps = min(num_steps, within or num_steps)
-        every = self.sample_every or sample_every(steps * num_envs)
-        return Samples(every if self.exchange.measures_drift else 0, within)
+        return Samples(sample_every(steps * num_envs) if self.exchange.measures_drift else 0, within)
 
     def _weights_of(self, version: int) -> bytes | None:
         return self._ledger.data_of(version) if self.is_attached else None

@@ -284,6 +284,9 @@ class WeightLedger:
     def placed(self, shard: int, node: int | None, session: int) -> None:
         """The shard's workers run on this node from now on; None: nowhere."""
         before = self._machines[shard]
+        for worker, its in enumerate(self._shard_of):
+            if its == shard:  # the machine may stay, with another shard
+                before.worker_lost(worker)
         found = None
         if node is not None:
             found = next((m for m in self if (m.node, m.session) == (node, session)), None)

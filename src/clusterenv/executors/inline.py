@@ -16,11 +16,11 @@ from clusterenv.engine.requests import Request
 from clusterenv.engine.weights import Transfer
 from clusterenv.errors import UsageError
 from clusterenv.memory.fragments import ArenaLayout
+from clusterenv.memory.progress import PROGRESS_BYTES
 from clusterenv.memory.rows import Layout
 from clusterenv.spec import Blueprint, load_makers
 from clusterenv.wire.requests import Close, Reply
 from clusterenv.worker.dispatch import Dispatcher
-from clusterenv.worker.main import PROGRESS_BYTES
 
 __all__ = ["InlineCrew"]
 

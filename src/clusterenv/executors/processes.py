@@ -30,14 +30,14 @@ from clusterenv.engine.weights import Transfer
 from clusterenv.errors import ClusterEnvError, SpecError, UsageError
 from clusterenv.events import emit, emit_output
 from clusterenv.memory.fragments import ArenaLayout
+from clusterenv.memory.progress import BELL, PROGRESS_BYTES, STOP, TICK
 from clusterenv.memory.rows import Layout
 from clusterenv.spec import Blueprint
 from clusterenv.system.exits import how_it_ended
 from clusterenv.system.open_files import allow_open_files
 from clusterenv.wire.channel import FrameReader, encode, encode_quick
 from clusterenv.wire.requests import Close
-from clusterenv.worker.act_and_step import STOP, TICK
-from clusterenv.worker.main import BELL, PROGRESS_BYTES, SharedMemory
+from clusterenv.worker.main import SharedMemory
 
 __all__ = ["ProcessCrew", "write_weights"]
 

@@ -299,12 +299,7 @@ class RemoteCrew:
         if isinstance(message, Rung):
             self._rung(seat, message, frames)
         elif isinstance(message, Failed):
-            node = f"node {self._head.roster.holder(seat)}"
-            if not message.is_code:
-                raise StartError(f"{node} cannot start its workers: {message.text}")
-            advice = missing_package(message.text, node)
-            text = f"the environments' code could not be loaded on {node}"
-            raise SpecError(f"{text}{': ' * bool(advice)}{advice}\n{message.text}")
+            self._failed(seat, message)
         elif isinstance(message, Lacks):
             self._send_code(seat, set(message.packages))
         elif message.worker not in self._workers[seat]:
@@ -318,6 +313,22 @@ class RemoteCrew:
             self._print(message)
         elif isinstance(message, StackTrace):
             self._events.append((message.worker, Stack(message.text)))
+
+    def _failed(self, seat: int, failed: Failed) -> None:
+        """Go on without the node that cannot run this seat; raise where too few others are left."""
+        node = self._head.roster.holder(seat)
+        if node is None:
+            return  # it is gone already
+        error: SpecError | StartError
+        if failed.is_code:
+            advice = missing_package(failed.text, f"node {node}")
+            text = f"the environments' code could not be loaded on node {node}{': ' * bool(advice)}{advice}"
+            error = SpecError(f"{text}\n{failed.text}")
+        else:
+            text = f"node {node} cannot start its workers"
+            error = StartError(f"{text}: {failed.text}")
+        if not self._head.node_unfit(node, text, failed.text):
+            raise error
 
     def _send_code(self, seat: int, names: set[str]) -> None:
         """Send the files of these packages: once, for packing them takes time."""
@@ -447,6 +458,7 @@ class RemoteCrew:
         deadline = time.monotonic() + timeout_s + _SCHEDULER_S
         self._buffers = self._arena = None
         self._blocks = []
-        self._head.close()
         if self._stop is not None:
-            self._stop(deadline)
+            self._stop(deadline)  # the head as well
+        else:
+            self._head.close()

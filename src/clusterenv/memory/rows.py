@@ -182,28 +182,29 @@ def row_writer(space: Space[Any], buffers: Buffers) -> Callable[[int, int, Any],
     return write
 
 
-def block_writer(space: Space[Any], buffers: Buffers, rows: slice) -> Callable[[int, list[Any]], bool] | None:
-    """`write(side, observations)` for all rows at once, for a space that is one array; None for others.
+_concatenate = np.concatenate  # in every step
 
-    False where an observation is not what its space says: then nothing is written, and `row_writer` names it.
-    """
-    leaf = buffers.layout.obs[0]
-    if leaf.path or leaf.dtype is None or not leaf.shape or isinstance(space, (spaces.Dict, spaces.Tuple)):
+
+def blocks_of(leaves: tuple[Leaf, ...], array: Any) -> Any:
+    """View the array [M, K, ...] of a space that is one array as M blocks for `write_block`; None for other spaces."""
+    leaf = leaves[0]
+    if len(leaves) != 1 or leaf.path or leaf.dtype is None or not leaf.shape:
         return None
-    blocks = [buffers.obs[0][side][rows].reshape(-1, *leaf.shape[1:]) for side in (0, 1)]
-    shapes, dtype = [leaf.shape] * (rows.stop - rows.start), np.dtype(leaf.dtype)
-    concatenate = np.concatenate
+    return array.reshape(len(array), array.shape[1] * leaf.shape[0], *leaf.shape[1:])
 
-    def write(side: int, observations: list[Any]) -> bool:
-        try:
-            if [obs.shape for obs in observations] != shapes or observations[0].dtype != dtype:
-                return False
-            concatenate(observations, out=blocks[side])
-        except (AttributeError, TypeError, ValueError):
+
+def write_block(observations: list[Any], block: Any, shapes: list[tuple[int, ...]]) -> bool:
+    """Write the observations of all K environments at once.
+
+    False where one is missing, or is not what its space says: then nothing is written, and `row_writer` names it.
+    """
+    try:
+        if [obs.shape for obs in observations] != shapes or observations[0].dtype != block.dtype:
             return False
-        return True
-
-    return write
+        _concatenate(observations, out=block)
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return True
 
 
 def finite_checker(buffers: Buffers, rows: slice) -> Callable[[int], bool]:
@@ -240,3 +241,14 @@ def bad_rows(buffers: Buffers, side: int, rows: slice | list[int]) -> list[tuple
             for i in np.flatnonzero((block < leaf.low) | (block >= leaf.high)):
                 bad.setdefault(int(i), f"observation{leaf.name} is {block[i]}, its space says {leaf.low}..{leaf.high}")
     return sorted(bad.items())
+
+
+def wrong_rows(buffers: Buffers, slots: list[int], sides: list[int]) -> list[tuple[int, str]]:
+    """(slot, what is wrong) for rows whose observation or reward nobody should learn from."""
+    wrong = []
+    for side in (0, 1):
+        part = [slot for slot, its in zip(slots, sides, strict=True) if its == side]
+        if part:
+            wrong += [(part[i], text) for i, text in bad_rows(buffers, side, part)]
+    rewards = buffers.reward[slots]
+    return wrong + [(slots[i], f"reward is {rewards[i]}") for i in np.flatnonzero(~np.isfinite(rewards))]

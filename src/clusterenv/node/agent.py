@@ -13,12 +13,11 @@ import os
 import platform
 import secrets
 import signal
-import socket as sockets
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import gymnasium
 import zmq
@@ -28,13 +27,15 @@ from clusterenv.code import versions
 from clusterenv.code.packages import compare
 from clusterenv.errors import ProtocolError, StartError
 from clusterenv.events import emit
+from clusterenv.node.dialling import Unreachable, resolve
 from clusterenv.node.shard import Seat
 from clusterenv.node.weight_store import WeightStore
 from clusterenv.spec import Delivered
 from clusterenv.system.cpus import usable_cores
+from clusterenv.system.exits import NEVER
 from clusterenv.transport.keys import Joining, KeyPair
 from clusterenv.transport.sockets import NodeSocket
-from clusterenv.wire.frames import node_reader, to_wire
+from clusterenv.wire.frames import CHUNK, PIECE_LEAST, node_reader, to_wire
 from clusterenv.wire.messages import (
     PROTOCOL,
     Beat,
@@ -64,14 +65,15 @@ __all__ = ["FAILED", "NEVER", "Agent"]
 FAILED = 1
 """Exit code: the head ended by an exception, or is gone for longer than the lease."""
 
-NEVER = 42
-"""Exit code: this will not work however often it is tried."""
+_TO_SEND = 1 / 3
+"""The share of the scheduler's grace period that is kept for sending what workers have finished."""
 
-_GRACE_S = 5.0
-"""How long workers may go on when the node is asked to leave."""
+_LINGER_S = 1.0
+"""How long the last messages may take; when the scheduler has asked it to leave, the end of its grace period."""
 
 _RETRY_S = 0.5
 _ANSWER_S = 10.0
+_SILENT = "the head does not answer"
 
 
 class _AwaitsCode(NamedTuple):
@@ -85,25 +87,42 @@ class _AwaitsCode(NamedTuple):
 
 
 class Agent:
+    """
+    Args:
+        lease_s: how long to go on without a head; a head that answers says it anew.
+        dead_after_s: a connection over which nothing comes for so long is given up.
+        allow_pickle: take pickled code.
+        grace_s: how long this process has from SIGTERM until it is killed.
+    """
+
     def __init__(
-        self, joining: Joining, lease_s: float = 60.0, dead_after_s: float = 10.0, allow_pickle: bool = True
+        self,
+        joining: Joining,
+        lease_s: float = 60.0,
+        dead_after_s: float = 10.0,
+        allow_pickle: bool = True,
+        grace_s: float = 30.0,
     ) -> None:
         self._joining = joining
         self._allow_pickle = allow_pickle
         self._lease_s = lease_s
         self._dead_after_s = dead_after_s
+        self._grace_s = grace_s
         self._beat_s = 1.0
         self._session = 0
         self._instance = secrets.token_hex(8)
         self._versions = versions.installed()
         self._weights = WeightStore(self._say)
         self._seats: dict[int, Seat] = {}
+        self._closing: list[threading.Thread] = []  # in which seats that were given up end their workers
+        self._heard_at = 0.0
         self._awaiting: dict[int, _AwaitsCode] = {}
         self._socket: NodeSocket | None = None
         self._reader = node_reader()
         self._poller = zmq.Poller()
         self._next_beat = 0.0
         self._leaving: float | None = None  # since when
+        self._has_said_bye = False
         self._exit: int | None = None
         self._is_welcome = False
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -120,7 +139,9 @@ class Agent:
             self._drop_seats(0.5)
             self._weights.close()
             if self._socket is not None:
-                self._socket.close(1.0)
+                self._socket.close(_LINGER_S)
+            for thread in self._closing:
+                thread.join()
             signal.set_wakeup_fd(-1)
             os.close(self._wake_read)
             os.close(self._wake_write)
@@ -132,8 +153,11 @@ class Agent:
                 problem = self._dial()
                 if problem is not None:
                     waited = time.monotonic() - last_there
+                    if self._session and not problem.is_refusal:
+                        # Its machine is gone, or cannot be reached: it was silent before the connection was given up.
+                        waited += min(self._silence_s, last_there - self._heard_at)
                     if waited > self._patience_s or self._leaving is not None:
-                        emit(logging.ERROR, f"no head for {waited:.0f} s: {problem}")
+                        emit(logging.ERROR, f"no head for {waited:.0f} s: {problem.text}")
                         return FAILED if self._session else NEVER
                     time.sleep(_RETRY_S)
                     continue
@@ -142,6 +166,8 @@ class Agent:
                 last_there = time.monotonic()
             if ended is None:
                 continue
+            if self._has_said_bye:
+                return 0
             if ended == "refused":
                 emit(logging.ERROR, f"{self._joining.address} does not know this node's key: it is of another run")
                 return NEVER
@@ -149,7 +175,9 @@ class Agent:
             self._hang_up()
             if not self._is_welcome:
                 time.sleep(_RETRY_S)
-                if time.monotonic() - last_there > self._patience_s:
+                # A head that is suspended takes connections, and is silent; where nobody is, they end.
+                patience_s = self._lease_s if ended == _SILENT else self._patience_s
+                if time.monotonic() - last_there > patience_s:
                     emit(logging.ERROR, f"{self._joining.address} is not the head that this key file names")
                     return FAILED if self._session else NEVER  # a forwarded port answers when its head is gone
         return self._exit
@@ -159,25 +187,20 @@ class Agent:
         """How long to try: for a head that was there, as long as the lease; one that never was gets less."""
         return self._lease_s if self._session else min(self._lease_s, _ANSWER_S)
 
+    @property
+    def _silence_s(self) -> float:
+        """A connection over which nothing comes for so long is given up."""
+        return min(self._dead_after_s, self._lease_s)
+
     # -- the connection ---------------------------------------------------------------------------------------
 
-    def _dial(self) -> str | None:
-        """Why the head cannot be reached, if so. A plain connection tells at once; ZeroMQ would try for ever."""
-        address = self._joining.address
-        parts = urlsplit(address)
-        try:
-            with sockets.create_connection((parts.hostname or "", parts.port or 0), timeout=3.0) as found:
-                host, port = found.getpeername()[:2]
-        except OSError as error:
-            return (
-                f"{address} cannot be reached from {platform.node()}: {error.strerror or error}. Either the run is "
-                "over, or the head is behind a firewall or NAT: have it listen where nodes can dial it "
-                "(bind=, port=), or name the one that is forwarded to it (advertise=)"
-            )
+    def _dial(self) -> Unreachable | None:
+        """Open a connection and introduce this node; returns why the head cannot be reached, if so."""
+        address = resolve(self._joining.address)
+        if isinstance(address, Unreachable):
+            return address
         keys = KeyPair(self._joining.public, self._joining.secret)
-        # The address that has answered: of a name with several, ZeroMQ might take another.
-        resolved = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-        self._socket = NodeSocket(resolved, self._joining.head_key, keys, dead_after_s=self._dead_after_s)
+        self._socket = NodeSocket(address, self._joining.head_key, keys, dead_after_s=self._silence_s)
         self._socket.poll_on(self._poller)
         self._reader = node_reader()
         self._asked_at = time.monotonic()
@@ -207,7 +230,10 @@ class Agent:
 
     def _say(self, message: Any, payload: Sequence[Any] = ()) -> None:
         if self._socket is not None:
-            for frames in to_wire(self._session, message, payload):
+            is_large = sum(map(len, payload)) > PIECE_LEAST
+            # On a slow link a large piece takes so long that this node would be taken for dead meanwhile.
+            piece = min(CHUNK, max(PIECE_LEAST, int(self._socket.bytes_per_s()))) if is_large else CHUNK
+            for frames in to_wire(self._session, message, payload, piece):
                 self._socket.send(frames)
 
     # -- the loop ---------------------------------------------------------------------------------------------
@@ -221,9 +247,8 @@ class Agent:
             self._next_beat = now + self._beat_s
             self._say(Beat(tuple(entry for seat in self._seats.values() for entry in seat.progress())))
         if not self._is_welcome and now - self._asked_at > _ANSWER_S:
-            return "the head does not answer"
-        if self._leaving is not None and self._has_finished(now):
-            self._say(Bye("preempted"))
+            return _SILENT
+        if self._leaving is not None and self._has_left(now):
             self._exit = 0
             return None
         timeout_s = max(0.0, min(0.5, self._next_beat - now)) if self._is_welcome else 0.2
@@ -232,6 +257,7 @@ class Agent:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
         for frames in socket.receive(ready):
+            self._heard_at = time.monotonic()
             try:
                 said = self._reader.read(frames)
                 if said is not None:
@@ -343,16 +369,29 @@ class Agent:
             for seat in self._seats.values():
                 seat.stop_early()
 
-    def _has_finished(self, now: float) -> bool:
+    def _has_left(self, now: float) -> bool:
+        """Say goodbye when the workers are done, or it is time to. Returns whether to end without the head's answer.
+
+        The head answers when all that was said before has come: what lies in the buffers of a connection is lost when
+        this process ends.
+        """
         assert self._leaving is not None
-        return now - self._leaving > _GRACE_S or not any(seat.is_busy for seat in self._seats.values())
+        since = now - self._leaving
+        is_busy = any(seat.is_busy for seat in self._seats.values())
+        if not self._has_said_bye and (not is_busy or since > self._grace_s * (1 - _TO_SEND)):
+            self._has_said_bye = True
+            self._say(Bye("preempted"))
+        return not self._is_welcome or since > self._grace_s - _LINGER_S
 
     def _drop(self, number: int, timeout_s: float) -> None:
         self._awaiting.pop(number, None)
         seat = self._seats.pop(number, None)
         if seat is not None:
             self._poller.unregister(seat.fileno())
-            seat.close(timeout_s)
+            # Not here: workers that do not end would keep this loop from saying that the node is alive.
+            thread = threading.Thread(target=seat.close, args=(timeout_s,), name="clusterenv-seat")
+            thread.start()
+            self._closing = [*(other for other in self._closing if other.is_alive()), thread]
 
     def _drop_seats(self, timeout_s: float) -> None:
         for number in [*self._awaiting, *self._seats]:

@@ -63,7 +63,6 @@ class Seat:
             payload,
             False,
             spec,  # type: ignore[arg-type]
-            "",
             host.is_named,
             delivered=delivered,
         )
@@ -238,8 +237,14 @@ class Seat:
         self._crew.stop_early()
 
     def close(self, timeout_s: float) -> None:
+        """End the workers. What they still say goes nowhere: this may be another thread than the socket's."""
+        self._send = _to_nobody
         self._buffers = self._block = self._arena = None
         self._crew.close(timeout_s)
+
+
+def _to_nobody(message: Any, frames: Sequence[Any]) -> None:
+    return None
 
 
 class _Entry(NamedTuple):

@@ -47,6 +47,9 @@ class _Pulling:
 class WeightStore:
     def __init__(self, send: Send) -> None:
         self._send = send
+        self._begin()
+
+    def _begin(self) -> None:
         self.descriptor = os.memfd_create("clusterenv-weights")
         """The memory that workers read weights from."""
         self._pulling: _Pulling | None = None
@@ -94,7 +97,7 @@ class WeightStore:
     def reset(self) -> None:
         """The session is over: the next head, or the same one anew, offers everything again."""
         self.close()
-        self.__init__(self._send)  # type: ignore[misc]
+        self._begin()
 
     def close(self) -> None:
         os.close(self.descriptor)

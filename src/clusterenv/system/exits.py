@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import signal
 
-__all__ = ["how_it_ended"]
+__all__ = ["NEVER", "how_it_ended"]
+
+NEVER = 42
+"""Exit code of a node agent: this will not work however often it is tried."""
 
 
 def how_it_ended(code: int) -> str:

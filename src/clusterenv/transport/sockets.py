@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import socket as tcp
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +23,12 @@ from clusterenv.transport.keys import KeyPair
 __all__ = ["Arrived", "HeadSocket", "Link", "NodeSocket"]
 
 _ZAP = "inproc://zeromq.zap.01"
+
+_ACKED, _BUSY_US, _TCP_INFO = 120, 168, 176
+"""Where Linux's `struct tcp_info` has the bytes that were acknowledged, and the time in which some were not yet."""
+
+_ENOUGH = 1 << 16
+"""Acknowledged bytes that tell how fast a link is."""
 
 
 Link = tuple[int, int]
@@ -185,13 +194,19 @@ class NodeSocket:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.IPV6, "[" in address)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(dead_after_s * 250)))
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(min(dead_after_s * 250, 5000))))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(dead_after_s * 1000))
         # The head hears of this node's death by its own heartbeats, or by the end of the connection.
         self._monitor = socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            zmq.EVENT_CONNECTED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         )
         self._socket = socket
+        self._descriptor = -1  # of the connection
+        self._acked = self._busy_us = 0
+        self._bytes_per_s = 0.0
         socket.connect(address)
 
     def poll_on(self, poller: zmq.Poller) -> None:
@@ -217,10 +232,25 @@ class NodeSocket:
         if self._monitor not in ready:
             return None
         try:
-            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            said = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:
             return None
-        return "lost" if event == zmq.EVENT_DISCONNECTED else "refused"
+        if said["event"] == zmq.EVENT_CONNECTED:
+            self._descriptor = int(said["value"])
+            return None
+        return "lost" if said["event"] == zmq.EVENT_DISCONNECTED else "refused"
+
+    def bytes_per_s(self) -> float:
+        """Return how fast the head has acknowledged what was sent lately; 0.0 while that was too little to tell."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError), tcp.socket(fileno=os.dup(self._descriptor)) as connection:
+                info = connection.getsockopt(tcp.IPPROTO_TCP, tcp.TCP_INFO, _TCP_INFO)
+                if len(info) == _TCP_INFO:
+                    acked, busy_us = (struct.unpack_from("=Q", info, at)[0] for at in (_ACKED, _BUSY_US))
+                    if acked - self._acked >= _ENOUGH:  # less goes through a shaped link in one burst
+                        self._bytes_per_s = 1e6 * (acked - self._acked) / max(1, busy_us - self._busy_us)
+                        self._acked, self._busy_us = acked, busy_us
+        return self._bytes_per_s
 
     def send(self, frames: Sequence[Any]) -> None:
         self._socket.send_multipart(frames, zmq.NOBLOCK)

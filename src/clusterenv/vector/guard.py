@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
@@ -12,6 +9,7 @@ from clusterenv.driver import Pool
 from clusterenv.engine.fragments import Mode
 from clusterenv.errors import ClosedError, UsageError
 from clusterenv.phases import Phase, refusal, refused
+from clusterenv.system.teardown import Teardown
 
 __all__ = ["CallGuard"]
 
@@ -19,9 +17,9 @@ __all__ = ["CallGuard"]
 class CallGuard:
     """Knows the phase that the environments are in, and whether they were closed."""
 
-    def __init__(self, pool: Pool, finalizer: weakref.finalize[Any, Any]) -> None:
+    def __init__(self, pool: Pool, teardown: Teardown) -> None:
         self._pool = pool
-        self._finalizer = finalizer  # alive until the environments are closed
+        self._teardown = teardown  # begins when the environments are closed
         self.may_end = pool.mode is AutoresetMode.DISABLED
         """Slots stay at the end of their episodes until they are reset: `check_not_ended` before they are stepped."""
         self.was_reset = False
@@ -44,7 +42,7 @@ class CallGuard:
 
     def check(self, call: str) -> None:
         """Raise where this call makes no sense now."""
-        if not self._finalizer.alive:
+        if self._teardown.has_begun:
             self.check_open(call)
         phase = self.phase
         text = refusal(call, phase)
@@ -56,7 +54,7 @@ class CallGuard:
             raise refused(call, phase, text.format(slots=slots, num_steps=num_steps))
 
     def check_open(self, call: str) -> None:
-        if not self._finalizer.alive:
+        if self._teardown.has_begun:
             raise ClosedError(f"{call}(): these environments were closed; make a new ClusterEnv")
 
     def check_not_loaded(self, call: str, name: str) -> None:

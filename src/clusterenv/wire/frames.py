@@ -18,9 +18,12 @@ import msgspec
 from clusterenv.errors import ProtocolError
 from clusterenv.wire.messages import FromHead, FromNode
 
-__all__ = ["CHUNK", "FRAME_LIMIT", "Reader", "head_reader", "node_reader", "to_wire"]
+__all__ = ["CHUNK", "FRAME_LIMIT", "PIECE_LEAST", "Reader", "head_reader", "node_reader", "to_wire"]
 
 CHUNK = 1 << 19
+PIECE_LEAST = 1 << 16
+"""Pieces are no smaller, whatever the link."""
+
 FRAME_LIMIT = CHUNK + (1 << 16)
 """Larger frames are refused by the socket."""
 
@@ -37,19 +40,19 @@ M = TypeVar("M")
 Buffer = bytes | bytearray | memoryview
 
 
-def to_wire(session: int, message: Any, payload: Sequence[Buffer] = ()) -> list[list[Buffer]]:
-    """The wire messages, each a list of frames."""
+def to_wire(session: int, message: Any, payload: Sequence[Buffer] = (), piece: int = CHUNK) -> list[list[Buffer]]:
+    """The wire messages, each a list of frames; larger ones in pieces of `piece` bytes."""
     header = _encode(message)
     sizes = [len(header), *map(len, payload)]
     total = sum(sizes)
-    table = struct.pack(f"<H{len(sizes)}{'I' if total <= CHUNK + _HEADER else 'Q'}", len(sizes), *sizes)
+    table = struct.pack(f"<H{len(sizes)}{'I' if total <= piece + _HEADER else 'Q'}", len(sizes), *sizes)
     if total <= _INLINE:
         return [[b"".join([_PREFIX.pack(_WHOLE, session), table, header, *payload])]]
-    if total <= CHUNK + _HEADER:  # a chunk with its header is not cut in two
+    if total <= piece + _HEADER:  # a chunk with its header is not cut in two
         return [[b"".join([_PREFIX.pack(_WHOLE, session), table, header]), *payload]]
     body = b"".join([table, header, *payload])
-    view, count = memoryview(body), -(-len(body) // CHUNK)
-    return [[_PIECE.pack(_PART, session, i, count, len(body)), view[i * CHUNK : (i + 1) * CHUNK]] for i in range(count)]
+    view, count = memoryview(body), -(-len(body) // piece)
+    return [[_PIECE.pack(_PART, session, i, count, len(body)), view[i * piece : (i + 1) * piece]] for i in range(count)]
 
 
 class Reader(Generic[M]):
@@ -76,8 +79,9 @@ class Reader(Generic[M]):
         if total > self.limit:
             self._pieces = []
             raise ProtocolError(f"a message of {total} bytes, where {self.limit} is the most that makes sense")
-        expected = min(CHUNK, total - index * CHUNK)
-        if index != len(self._pieces) or count != -(-total // CHUNK) or len(piece) != expected:
+        size = len(self._pieces[0]) if self._pieces else len(piece)
+        fits = min(total, PIECE_LEAST) <= size <= CHUNK and count == -(-total // size) if size else False
+        if index != len(self._pieces) or not fits or len(piece) != min(size, total - index * size):
             self._pieces = []
             raise ProtocolError("a piece that does not follow the one before it")
         self._pieces.append(piece)

@@ -18,6 +18,7 @@ from clusterenv.errors import NotPlainError, ProtocolError
 from clusterenv.wire import format as wire
 from clusterenv.wire.reading import Damaged, Reader, why
 from clusterenv.wire.writing import WRITERS, Refused, Write, Writer, qualified, write_enum, write_struct
+from clusterenv.wire.writing_spaces import SPACE_WRITERS
 
 __all__ = ["Codec"]
 
@@ -32,7 +33,7 @@ class Codec:
 
     def __init__(self, structs: Sequence[type], enums: Sequence[type[enum.Enum]] = ()) -> None:
         self._words = wire.Words()
-        self._words.writers.update(WRITERS)
+        self._words.writers.update({**WRITERS, **SPACE_WRITERS})
         for struct in structs:
             fields = getattr(struct, "_fields", None)
             if fields is None or not issubclass(struct, tuple):

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from clusterenv.wire import dtypes, spaces
+from clusterenv.wire import dtypes
 from clusterenv.wire import format as wire
 from clusterenv.wire.format import DEEPEST, PLACE_COST, SEQUENCE_COST, Words, short
-from clusterenv.wire.reading import Reader, why
 
-__all__ = ["WRITERS", "Refused", "Write", "Writer", "qualified", "write_enum", "write_struct"]
+__all__ = ["WRITERS", "Refused", "Write", "Writer", "qualified", "write_enum", "write_other", "write_struct"]
 
 _LONGEST_REPR = 1000
 _FEWEST_ROWS = 4
@@ -344,52 +343,6 @@ def _time(w: Writer, value: np.datetime64 | np.timedelta64, depth: int) -> None:
     w.chunks.append(bytes((wire.SCALAR,)) + short(value.dtype.str.encode()) + value.tobytes())
 
 
-def _space(w: Writer, value: Any, depth: int) -> None:
-    if w.by_repr:  # no part of a space can be replaced by a text
-        if not w.attempt(value, depth):
-            write_other(w, value, depth)
-    elif w.in_space:
-        _parts(w, value, depth)
-    else:
-        mark, cost = len(w.chunks), w.cost
-        w.in_space = True
-        try:
-            _parts(w, value, depth)
-        finally:
-            w.in_space = False
-        w.cost = cost + _read_back(w, value, depth, mark)
-
-
-def _parts(w: Writer, value: Any, depth: int) -> None:
-    if w.enter(value, depth):
-        try:
-            parts = spaces.KINDS[type(value)].parts(value)
-        except Exception as error:  # attributes that somebody set to anything
-            raise Refused(f"a {qualified(type(value))} whose parts are odd ({why(error)})") from None
-        w.chunks.append(bytes((wire.SPACE,)) + short(type(value).__name__.encode()) + struct.pack("<I", len(parts)))
-        index = 0
-        try:
-            for index, (_, part) in enumerate(parts):  # noqa: B007  it tells where
-                w.write(part, depth + 1)
-        except Refused as refused:
-            refused.path.append(parts[index][0])
-            raise
-
-
-def _read_back(w: Writer, value: Any, depth: int, mark: int) -> int:
-    """What reading it costs. A space can hold what its constructor refuses; better found here than at the other end."""
-    reader = Reader(b"".join(w.chunks[mark:]), 0, w.words)
-    reader.left *= 8  # the message will be padded
-    free = reader.left
-    try:
-        reason = "" if reader.read(depth) == value else "it differs from one made from its parts"
-    except Exception as error:  # Gymnasium's constructors refuse in whatever way they like
-        reason = why(error)
-    if reason:
-        raise Refused(f"a {qualified(type(value))} that cannot be made again ({reason})")
-    return free - reader.left
-
-
 _SCALARS = {kind: bytes((wire.SCALAR,)) + short(code) for kind, code in dtypes.SCALARS.items()}
 _TYPES = {kind: bytes((wire.TYPE,)) + short(name.encode()) for name, kind in dtypes.TYPES.items()}
 
@@ -414,5 +367,4 @@ WRITERS: dict[type, Write] = {
     np.datetime64: _time,
     np.timedelta64: _time,
     **dict.fromkeys(_SCALARS, _scalar),
-    **dict.fromkeys(spaces.KINDS, _space),
 }

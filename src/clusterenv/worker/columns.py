@@ -1,4 +1,4 @@
-"""What one fragment leaves behind: its columns of the arena, what it gathers beside them, its drift sample."""
+"""A worker's own columns of the arena, into which one fragment is written."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 
 from clusterenv.memory.fragments import Side
-from clusterenv.memory.rows import Leaf, assemble, coerce, flatten
-from clusterenv.policy.acting.random_streams import Streams
-from clusterenv.wire.requests import DriftSamples, Fault, Finals, RunFragment
+from clusterenv.memory.rows import Leaf, assemble, blocks_of, coerce, flatten
 
-__all__ = ["Columns", "Gathered", "Picked", "pack_finals"]
+__all__ = ["Columns"]
 
 
 class Columns:
@@ -28,10 +26,8 @@ class Columns:
         self._space = space
         self._leaves = leaves
         self._nested = len(leaves) != 1 or bool(leaves[0].path)
-        self._only = None if self._nested or not self.obs[0].shape[2:] else self.obs[0]
-        if self._only is not None:
-            shape = self._only.shape
-            self._shapes = [shape[2:]] * shape[1]
+        self.blocks = blocks_of(leaves, self.obs[0])  # [T + 1, ...], for `write_block`
+        self.shapes = [leaves[0].shape] * self.obs[0].shape[1]
 
     def clear(self) -> None:
         for array in (self.terminations, self.truncations, self.starts):
@@ -47,23 +43,9 @@ class Columns:
     def row(self, t: int, k: int) -> Any:
         return assemble(self._space, iter([leaf[t, k].copy() for leaf in self.obs]))
 
-    def write(self, t: int, block: list[Any]) -> bool:
-        """All rows at once, where the space is one array and every observation is what it says."""
-        only = self._only
-        if only is None:
-            return False
-        try:
-            if [obs.shape for obs in block] != self._shapes or block[0].dtype != only.dtype:
-                return False
-            row = only[t]
-            np.concatenate(block, out=row.reshape(-1, *row.shape[2:]))
-        except (AttributeError, TypeError, ValueError):
-            return False
-        return True
-
     def check_shape(self, obs: Any) -> None:
         """An episode's last observation is kept beside the rows; what does not fit the space is a fault here too."""
-        if self._only is None or obs.__class__ is not np.ndarray or obs.shape != self._only.shape[2:]:
+        if self.blocks is None or obs.__class__ is not np.ndarray or obs.shape != self.shapes[0]:
             for leaf, value in zip(self._leaves, flatten(self._space, obs), strict=True):
                 coerce(value, leaf, "observation")
 
@@ -87,6 +69,10 @@ class Columns:
             self.terminations[t:, k] = False
             self.truncations[t:, k] = False
             self.truncations[t, k] = True
+
+    def lose_all(self, t: int) -> None:
+        for k in range(self.valid.shape[1]):
+            self.lose(t, k)
 
     def frozen(self, t: int, k: int) -> Callable[[Any], Any]:
         """A stand-in for the step of an environment that is gone: its last observation, again and again."""
@@ -116,78 +102,3 @@ class Columns:
         if not finite.all():
             note(~finite, "reward is not finite", False)
         return bad
-
-
-class Gathered:
-    """What one fragment gathers beside its arrays."""
-
-    def __init__(self, columns: Columns, lengths: Any) -> None:
-        self.columns = columns
-        self.lengths = lengths
-        self.first_lengths = lengths
-        """Steps of the running episodes before row 0."""
-        self.finals: list[tuple[int, int, Any]] = []
-        self.episodes: list[tuple[int, int, float, int, dict[str, Any]]] = []
-        self.infos: dict[str, list[tuple[int, int, Any]]] = {}
-        self.faults: list[Fault] = []
-        self.failed: set[int] = set()
-
-    def note_infos(self, t: int, k: int, info: dict[str, Any], keys: tuple[str, ...]) -> None:
-        for key in keys:
-            if key in info:
-                self.infos.setdefault(key, []).append((t, k, info[key]))
-
-    def call(self, t: int, k: int, is_after: bool) -> int:
-        """Number of the `step` call of row t in its episode; 0 where the observation after it is a reset's."""
-        columns = self.columns
-        if is_after and (columns.terminations[t, k] or columns.truncations[t, k]):
-            return 0
-        starts = np.flatnonzero(columns.starts[: t + 1, k])
-        return t + 1 - int(starts[-1]) if len(starts) else t + 1 + int(self.first_lengths[k])
-
-    def drop_after(self, t: int, k: int) -> None:
-        self.finals = [item for item in self.finals if item[1] != k or item[0] < t]
-        self.episodes = [item for item in self.episodes if item[1] != k or item[0] < t]
-
-
-class Picked:
-    """The drift sample of one fragment: states chosen beforehand, by each slot's own stream."""
-
-    def __init__(self, streams: Streams, slots: list[int], request: RunFragment) -> None:
-        states: list[tuple[int, int]] = []
-        if request.sample_every:
-            within = min(request.num_steps, request.sample_within or request.num_steps)
-            states = streams.pick(slots, request.incarnations, within, request.sample_every)
-        self._types = [np.min_scalar_type(limit) for limit in (request.num_steps, len(slots))]  # small: they travel
-        self._columns_at: dict[int, list[int]] = {}
-        for t, k in states:
-            self._columns_at.setdefault(t, []).append(k)
-        self._order = iter(self._columns_at)
-        self.next_t = next(self._order, -1)
-        self._params: list[Any] = []
-
-    def take(self, t: int, params: Any) -> None:
-        self._params.append(params[self._columns_at[t]])
-        self.next_t = next(self._order, -1)
-
-    def samples(self) -> DriftSamples | None:
-        if not self._params:
-            return None
-        taken = list(self._columns_at.items())[: len(self._params)]
-        t = np.array([at for at, columns in taken for _ in columns], self._types[0])
-        k = np.array([k for _, columns in taken for k in columns], self._types[1])
-        return DriftSamples(t, k, np.concatenate(self._params))
-
-
-def pack_finals(finals: list[tuple[int, int, Any]], space: Any, leaves: tuple[Leaf, ...]) -> Finals:
-    """As one array per leaf: hundreds of small ones would take long to pickle."""
-    if len(leaves) == 1 and not leaves[0].path:
-        columns = [[obs for _, _, obs in finals]]
-    else:
-        columns = [list(values) for values in zip(*(flatten(space, obs) for _, _, obs in finals), strict=True)]
-    arrays = [
-        np.array(values, dtype=leaf.dtype).reshape(-1, *leaf.shape)
-        for leaf, values in zip(leaves, columns or [[] for _ in leaves], strict=True)
-    ]
-    t = np.array([t for t, _, _ in finals], dtype=np.int64)
-    return Finals(t, np.array([k for _, k, _ in finals], dtype=np.int64), arrays)

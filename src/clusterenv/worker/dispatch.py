@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gymnasium.vector import AutoresetMode
 
@@ -28,6 +28,8 @@ from clusterenv.wire.requests import (
 )
 from clusterenv.worker.act_and_step import FragmentLoop
 from clusterenv.worker.envs import EnvGroup
+from clusterenv.worker.evaluate import Evaluator
+from clusterenv.worker.policy import WorkerPolicy
 from clusterenv.worker.vector_env import VectorGroup
 
 __all__ = ["Dispatcher", "Memory"]
@@ -41,12 +43,20 @@ class Memory(Protocol):
     def weights(self) -> memoryview: ...
 
 
+class _Acting(NamedTuple):
+    """What acts on this worker's own environments; a `VectorGroup` has none of it."""
+
+    policy: WorkerPolicy
+    loop: FragmentLoop
+    evaluator: Evaluator
+
+
 class Dispatcher:
     def __init__(
         self, makers: Any, mode: AutoresetMode | None, check: bool, progress: memoryview, memory: Memory
     ) -> None:
         self._memory = memory
-        self._loop: FragmentLoop | None = None
+        self._acting: _Acting | None = None
         self.group: EnvGroup | VectorGroup = (
             VectorGroup(makers, mode, check, progress)
             if isinstance(makers, Vector)
@@ -59,38 +69,42 @@ class Dispatcher:
         if isinstance(message, int):
             return group.step_all(message) or message
         if isinstance(message, RunFragment):
-            return self._fragments.run(message)
+            return self._with_policy.loop.run(message)
         if isinstance(message, Step):
-            return group.step(message, flush) if message.act is None else self._fragments.step(message, flush)
+            return group.step(message, flush) if message.act is None else self._with_policy.policy.step(message, flush)
         if isinstance(message, (Reset, Rebuild)):
             return group.reset(message)
         if isinstance(message, (Call, SetAttr)):
             return group.call(message)
         if isinstance(message, LoadWeights):
-            return self._fragments.load(message, self._memory.weights())
+            return self._with_policy.policy.load(message, self._memory.weights())
         if isinstance(message, SetPolicy):
-            return self._fragments.set_policy(message)
+            return self._with_policy.policy.set(message)
         if isinstance(message, Evaluate):
-            return self._fragments.evaluate(message)
+            return self._with_policy.evaluator.run(message)
         if isinstance(message, MapArena):
-            return self._fragments.map_arena(message.layout, self._memory.fragments())
+            return self._with_policy.loop.map_arena(message.layout, self._memory.fragments())
         if isinstance(message, Build):
             return group.build(message)
         if isinstance(message, Attach):
-            group.attach(Buffers(message.layout, self._memory.rows()), message.observation_space, message.action_space)
-            if isinstance(group, EnvGroup):
-                self._loop = FragmentLoop(group, message.observation_space, message.action_space)
-            return None
+            return self._attach(message)
         assert isinstance(message, Close), message
         self.close()
         return Reply(message.request, [])
 
+    def _attach(self, message: Attach) -> None:
+        group, space = self.group, message.observation_space
+        group.attach(Buffers(message.layout, self._memory.rows()), space, message.action_space)
+        if isinstance(group, EnvGroup):
+            policy = WorkerPolicy(group, space, message.action_space)
+            self._acting = _Acting(policy, FragmentLoop(group, policy, space), Evaluator(group, policy, space))
+
     @property
-    def _fragments(self) -> FragmentLoop:
-        assert self._loop is not None, "a policy came before the environments"
-        return self._loop
+    def _with_policy(self) -> _Acting:
+        assert self._acting is not None, "a policy came before the environments"
+        return self._acting
 
     def close(self) -> None:
         self.group.close()
-        if self._loop is not None:
-            self._loop.close()
+        if self._acting is not None:
+            self._acting.evaluator.close()

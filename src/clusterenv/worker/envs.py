@@ -6,34 +6,35 @@ the same group runs inside a worker process and in the caller's own (`Local(work
 
 from __future__ import annotations
 
-import functools
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, iterate
 
-from clusterenv.memory.rows import Buffers, assemble, bad_rows, block_writer, finite_checker, has_room, row_writer
+from clusterenv.memory.progress import CALL, INIT, RESET, STEP
+from clusterenv.memory.rows import (
+    Buffers,
+    assemble,
+    bad_rows,
+    blocks_of,
+    finite_checker,
+    has_room,
+    row_writer,
+    write_block,
+    wrong_rows,
+)
 from clusterenv.spec import refuse_other
-from clusterenv.wire import infos as info_columns
 from clusterenv.wire.requests import Build, Built, Call, Fault, Rebuild, Reply, Reset, SetAttr, Step, Sticky
+from clusterenv.worker.faults import Caught, describe, rows_reply
+from clusterenv.worker.pace import TIMED_EVERY, Pace
+from clusterenv.worker.single_env import apply_stickies, call_env, close_env
 
-__all__ = ["Caught", "EnvGroup", "apply_stickies", "INIT", "RESET", "STEP", "CALL", "POLICY", "PHASES"]
-
-INIT, RESET, STEP, CALL, POLICY = range(5)
-PHASES = ("init", "reset", "step", "call", "policy")
-
-TIMED_EVERY = 32
-"""Every so many steps the environments are timed, to name slow ones; always would cost 2 % on CartPole."""
+__all__ = ["EnvGroup"]
 
 _FLUSH_AFTER_S = 0.001
 """A partial request answers with the rows it has after this time: fast environments answer once, slow ones each."""
-
-Caught = (Exception, SystemExit)
-"""What user code may raise without taking the worker along; `sys.exit()` in a simulator is not the worker's."""
 
 
 class EnvGroup:
@@ -59,7 +60,6 @@ class EnvGroup:
         self.recent: dict[int, dict[str, Any]] = {}  # infos since the last fragment: a policy may find masks there
         self.clock = 0  # whole steps of all environments
         self.began: list[int] = []  # by the clock, when each episode began: a fault names its step
-        self._ticks = 0
 
     # -- building ---------------------------------------------------------------------------------------------
 
@@ -102,6 +102,7 @@ class EnvGroup:
 
     def attach(self, buffers: Buffers, observation_space: Any, action_space: Any) -> None:
         self.buffers = buffers
+        self.pace = Pace(buffers.pace_s)
         self._write = row_writer(observation_space, buffers)
         self._action_space = action_space
         self._shared_actions = buffers.layout.actions_are_shared
@@ -109,27 +110,27 @@ class EnvGroup:
         first, last = self.first, self.first + len(self.envs)
         self.slots = list(range(first, last))
         self.rows = slice(first, last)
-        self._write_block = block_writer(observation_space, buffers, self.rows)
+        leaves = buffers.layout.obs
+        self._blocks = None if buffers.obs[0] is None else blocks_of(leaves, buffers.obs[0][:, self.rows])
+        self._shapes = [leaves[0].shape] * len(self.slots)
         self._finite = finite_checker(buffers, self.rows)
         self._reward: Any = buffers.reward.data  # a memoryview, set faster than an element of an array
-        self._reward_rows = buffers.reward[self.rows]
         self._terminated_rows, self._truncated_rows = buffers.terminated[self.rows], buffers.truncated[self.rows]
         self._side_bytes = buffers.side.data[self.rows]
-        self._all_old, self._all_new = bytes(len(self.slots)), bytes([1]) * len(self.slots)
+        # Where the last observations of all slots lie on one side, the other is free for all of them.
+        self._free_side = {bytes([1 - side]) * len(self.slots): side for side in (0, 1)}
+        is_one = self._one_action_leaf and self._shared_actions
+        self._action_rows = buffers.actions[0][self.rows] if is_one else None
         self._batch_space = batch_space(self._action_space, len(self.envs)) if self._shared_actions else None
 
     # -- the hot loop -----------------------------------------------------------------------------------------
 
     def step_all(self, request: int) -> Reply | None:
         """Step every environment; None stands for "nothing but rows"."""
-        self._ticks += 1
+        self.pace.steps += 1
         self.moved = None
-        sides = self._side_bytes.tobytes()
-        if sides == self._all_old:
-            side: int | None = 1
-        else:
-            side = 0 if sides == self._all_new else None
-        if side is None or self._write_block is None or self._ticks % TIMED_EVERY == 0:
+        side = self._free_side.get(self._side_bytes.tobytes())
+        if side is None or self._blocks is None or self.pace.steps % TIMED_EVERY == 0:
             return self._step(request, self.slots, self._actions(self.rows), None)
 
         at, reward_out, first = self.at, self._reward, self.first
@@ -141,8 +142,9 @@ class EnvGroup:
         faults: list[Fault] = []
         block: list[Any] = []
         add = block.append
+        actions = self._action_rows.copy() if self._action_rows is not None else self._actions(self.rows)
         at[1] = STEP
-        for slot, over, step, action in zip(self.slots, ended, self.steps, self._actions(self.rows), strict=True):
+        for slot, over, step, action in zip(self.slots, ended, self.steps, actions, strict=True):
             at[0] = slot
             try:
                 if over:
@@ -170,7 +172,7 @@ class EnvGroup:
                 at[1] = STEP
         self.clock = clock + 1
 
-        if len(block) != len(ended) or not self._write_block(side, block):
+        if not write_block(block, self._blocks[side], self._shapes):
             self._write_each(self.slots, side, block, faults)
         if self.check and not self._finite(side):
             self._check_rows(self.slots, [side] * len(ended), faults)
@@ -178,7 +180,7 @@ class EnvGroup:
             self.recent.update(infos)
         if not infos and not faults:
             return None
-        return self._reply(request, self.slots, infos, [], faults)
+        return rows_reply(request, self.slots, infos, [], faults)
 
     def step(self, request: Step, flush: Callable[[Reply], None]) -> Reply:
         """Step some environments; rows that are done before a slow one go out by `flush`."""
@@ -215,7 +217,7 @@ class EnvGroup:
                     self.began[k] -= 1  # one step further from where it began
                     start = time.perf_counter()
                     obs, reward, terminated, truncated, info = self.steps[k](action)
-                    self._note_pace(slot, time.perf_counter() - start)
+                    self.pace.note(slot, time.perf_counter() - start)
                     buffers.reward[slot] = reward
                     if terminated or truncated:
                         buffers.terminated[slot] = terminated
@@ -234,7 +236,7 @@ class EnvGroup:
                 at[1] = STEP
             if flush and i + 1 < len(slots) and time.perf_counter() - flushed_at > _FLUSH_AFTER_S:
                 self._check_rows(slots[flushed : i + 1], sides[flushed : i + 1], faults)
-                flush(self._reply(request, slots[flushed : i + 1], infos, objects, faults, last=False))
+                flush(rows_reply(request, slots[flushed : i + 1], infos, objects, faults, last=False))
                 infos, objects, faults = [], [], []
                 flushed, flushed_at = i + 1, time.perf_counter()
         self._check_rows(slots[flushed:], sides[flushed:], faults)
@@ -242,29 +244,7 @@ class EnvGroup:
             self.recent.update(infos)
         if flush is None and not infos and not objects and not faults:
             return None
-        return self._reply(request, slots[flushed:], infos, objects, faults)
-
-    def next_timed(self, num_steps: int) -> int:
-        """Count the steps of a fragment; returns the first of them, from 0, whose environments are to be timed."""
-        first = (-self._ticks - 1) % TIMED_EVERY
-        self._ticks += num_steps
-        return first
-
-    def timed(self, steps: list[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
-        """The same functions, each noting how long it takes."""
-
-        def timed(slot: int, step: Callable[[Any], Any], action: Any) -> Any:
-            start = time.perf_counter()
-            result = step(action)
-            self._note_pace(slot, time.perf_counter() - start)
-            return result
-
-        pairs = zip(self.slots, steps, self.envs, strict=True)
-        return [step if env is None else functools.partial(timed, slot, step) for slot, step, env in pairs]
-
-    def _note_pace(self, slot: int, elapsed_s: float) -> None:
-        pace = self.buffers.pace_s
-        pace[slot] = elapsed_s if pace[slot] == 0.0 else 0.75 * pace[slot] + 0.25 * elapsed_s
+        return rows_reply(request, slots[flushed:], infos, objects, faults)
 
     def _write_each(self, slots: list[int], side: int, block: list[Any], faults: list[Fault]) -> None:
         """Row by row, where the block could not be written at once: somebody failed, or returned something odd."""
@@ -303,16 +283,8 @@ class EnvGroup:
         """Turn rows with values that nobody should learn from into faults, by name."""
         if not self.check or not slots:
             return
-        buffers = self.buffers
-        wrong = []
-        for side in (0, 1):
-            part = [slot for slot, its in zip(slots, sides, strict=True) if its == side]
-            if part:
-                wrong += [(part[i], text) for i, text in bad_rows(buffers, side, part)]
-        rewards = buffers.reward[slots]
-        wrong += [(slots[i], f"reward is {rewards[i]}") for i in np.flatnonzero(~np.isfinite(rewards))]
         failed = {fault.slot for fault in faults}
-        for slot, text in wrong:
+        for slot, text in wrong_rows(self.buffers, slots, sides):
             if slot not in failed:
                 failed.add(slot)
                 faults.append(self.fault(slot, STEP, ValueError(text)))
@@ -360,7 +332,7 @@ class EnvGroup:
         buffers.truncated[request.slots] = False
         sides = (1 - buffers.side[request.slots]).tolist()
         self._check_rows(request.slots, sides, faults)
-        return self._reply(request.request, request.slots, infos, objects, faults)
+        return rows_reply(request.request, request.slots, infos, objects, faults)
 
     def call(self, request: Call | SetAttr) -> Reply:
         results: list[Any] = []
@@ -370,12 +342,8 @@ class EnvGroup:
             try:
                 if isinstance(request, SetAttr):
                     env.set_wrapper_attr(request.name, request.values[i])
-                elif request.name == "render":
-                    results.append(env.render())
                 else:
-                    attribute = env.get_wrapper_attr(request.name)
-                    called = callable(attribute)
-                    results.append(attribute(*request.args, **request.kwargs) if called else attribute)
+                    results.append(call_env(env, request.name, request.args, request.kwargs))
             except Caught as error:
                 return Reply(request.request, [], faults=[self._describe(slot, CALL, error)])
         return Reply(request.request, [], result=results)
@@ -386,27 +354,7 @@ class EnvGroup:
 
     def _drop(self, k: int) -> None:
         env, self.envs[k], self.steps[k] = self.envs[k], None, _gone
-        if env is not None:
-            try:
-                env.close()
-            except Caught:
-                traceback.print_exc()  # goes to the head's log; closing the others matters more
-
-    def _reply(
-        self,
-        request: int,
-        slots: list[int],
-        infos: list[tuple[int, dict[str, Any]]],
-        objects: list[tuple[int, list[Any]]],
-        faults: list[Fault],
-        last: bool = True,
-    ) -> Reply:
-        if faults:
-            failed = {fault.slot for fault in faults}
-            infos = [item for item in infos if item[0] not in failed]
-            objects = [item for item in objects if item[0] not in failed]
-        columns = info_columns.pack(infos) if infos else None
-        return Reply(request, slots, columns, objects or None, faults, None, last)
+        close_env(env)
 
     def fault(self, slot: int, phase: int, error: BaseException, step: int | None = None) -> Fault:
         """Describe a failure and drop the environment. `step`: number of the failing call; None: by the clock."""
@@ -420,24 +368,7 @@ class EnvGroup:
             step = self.clock - self.began[k]
         if phase == STEP and step == 0:
             phase = RESET  # what is wrong is the first row of an episode
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-        return Fault(
-            slot,
-            PHASES[phase],
-            f"{type(error).__name__}: {error}",
-            "".join(lines),
-            self._seeds[k],
-            self._incarnations[k],
-            0 if phase in (INIT, RESET) else step,
-        )
-
-
-def apply_stickies(env: Any, stickies: list[Sticky]) -> None:
-    for sticky in stickies:
-        if sticky.is_call:
-            env.get_wrapper_attr(sticky.name)(*sticky.args, **sticky.kwargs)
-        else:
-            env.set_wrapper_attr(sticky.name, sticky.args[0])
+        return describe(slot, phase, error, self._seeds[k], self._incarnations[k], step)
 
 
 def _gone(action: Any) -> Any:

@@ -7,19 +7,22 @@ outcome does not depend on which worker runs it, or beside which others.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from clusterenv.memory.rows import Leaf, assemble, coerce, flatten
-from clusterenv.policy.acting.base import PAD, Actor, pad_rows
-from clusterenv.policy.acting.distributions import Family, mask_logits, stack_masks
+from clusterenv.memory.progress import POLICY, RESET, STEP, TICK
+from clusterenv.memory.rows import assemble, coerce, flatten
+from clusterenv.policy.acting.base import PAD, pad_rows
+from clusterenv.policy.acting.distributions import mask_logits, stack_masks
 from clusterenv.policy.acting.random_streams import Streams
 from clusterenv.rollout import map_arrays
 from clusterenv.spec import MakeFromSpec
 from clusterenv.wire.requests import Episode, Evaluate, Fault, Reply, Sticky
-from clusterenv.worker.envs import POLICY, RESET, STEP, Caught, apply_stickies
+from clusterenv.worker.envs import EnvGroup
+from clusterenv.worker.faults import Caught
+from clusterenv.worker.policy import WorkerPolicy
+from clusterenv.worker.single_env import apply_stickies, close_env
 
 __all__ = ["Evaluator"]
 
@@ -29,20 +32,21 @@ _NOISE_STEPS = 64
 class Evaluator:
     """Makes its environments when they are first needed, and keeps them."""
 
-    def __init__(
-        self, makers: list[Callable[[], Any]], progress: memoryview, space: Any, leaves: tuple[Leaf, ...]
-    ) -> None:
-        self._makers = makers
-        self._at = progress
-        self._space = space
-        self._leaves = leaves
+    def __init__(self, group: EnvGroup, policy: WorkerPolicy, observation_space: Any) -> None:
+        self._makers = group.makers
+        self._slots = group.slots
+        self._at = group.at
+        self._policy = policy
+        self._space = observation_space
+        self._leaves = group.buffers.layout.obs
         self._envs: list[Any] = []
         self._now = (0, 0)  # episode, number of its `step` call
         self._recorder: Any = None
         self._stickies_epoch = 0  # of these environments
 
-    def run(self, request: Evaluate, slots: list[int], actor: Actor, family: Family, mask: str | None) -> Reply:
-        """Up to as many episodes at once as this worker has slots."""
+    def run(self, request: Evaluate) -> Reply:
+        """Play the episodes, up to as many at once as this worker has slots."""
+        slots = self._slots
         try:
             if request.stickies_epoch != self._stickies_epoch:
                 self.close()
@@ -51,7 +55,7 @@ class Evaluator:
             frames = [j for j in request.episodes if j < request.record]
             for j in frames:
                 recorder = self._recording_env(slots[0], request.stickies[0])
-                done += self._play(request, [j], [recorder], actor, family, mask, True)
+                done += self._play(request, [j], [recorder], True)
             plain = [j for j in request.episodes if j >= request.record]
             while len(self._envs) < min(len(plain), len(slots)):
                 k = len(self._envs)
@@ -61,7 +65,7 @@ class Evaluator:
             shares = [plain[i :: len(self._envs)] for i in range(len(self._envs))] if plain else []
             for turn in range(max(map(len, shares), default=0)):
                 wave = [(share[turn], env) for share, env in zip(shares, self._envs, strict=True) if turn < len(share)]
-                done += self._play(request, [j for j, _ in wave], [e for _, e in wave], actor, family, mask, False)
+                done += self._play(request, [j for j, _ in wave], [e for _, e in wave], False)
         except Caught as error:
             text = traceback.format_exc()
             what = f"{type(error).__name__}: {error}"
@@ -85,17 +89,10 @@ class Evaluator:
             apply_stickies(env, stickies)
         return self._recorder
 
-    def _play(
-        self,
-        request: Evaluate,
-        episodes: list[int],
-        envs: list[Any],
-        actor: Actor,
-        family: Family,
-        mask: str | None,
-        record: bool,
-    ) -> list[Episode]:
+    def _play(self, request: Evaluate, episodes: list[int], envs: list[Any], record: bool) -> list[Episode]:
         """One episode per environment, all at once; those that are over wait for the last."""
+        actor, family, mask = self._policy.actor, self._policy.family, self._policy.mask
+        assert actor is not None
         count = len(envs)
         streams = Streams(request.seed)
         state = actor.initial_state(-(-count // PAD) * PAD)
@@ -137,7 +134,7 @@ class Evaluator:
                     lengths[k] += 1
                     running[k] = not (terminated or truncated)
                     masks[k] = info.get(mask) if mask is not None else None
-                    self._at[3] = t
+                    self._at[TICK] = t
                     if record:
                         frames[k].append(env.render())
         return [
@@ -154,9 +151,6 @@ class Evaluator:
         return map_arrays(lambda value: value, assemble(self._space, iter(leaves)))
 
     def close(self) -> None:
-        for env in [*self._envs, *([self._recorder] if self._recorder is not None else [])]:
-            try:
-                env.close()
-            except Caught:
-                traceback.print_exc()
+        for env in (*self._envs, self._recorder):
+            close_env(env)
         self._envs, self._recorder = [], None

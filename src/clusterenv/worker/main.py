@@ -21,6 +21,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.errors import NotPlainError
+from clusterenv.memory.progress import BELL, PROGRESS_BYTES
 from clusterenv.system.orphans import become_subreaper
 from clusterenv.wire.channel import (
     FrameReader,
@@ -34,13 +35,7 @@ from clusterenv.wire.channel import (
 from clusterenv.wire.requests import Built, Close, Fault, FragmentResult, Reply
 from clusterenv.worker.dispatch import Dispatcher
 
-__all__ = ["BELL", "PROGRESS_BYTES", "STACK_SIGNAL", "SharedMemory", "run"]
-
-BELL = 2
-"""Which progress word the head changes after it sent something: looking at it takes no system call."""
-
-PROGRESS_BYTES = 64
-"""Progress words of one worker: a cache line each, so that workers do not share one."""
+__all__ = ["STACK_SIGNAL", "SharedMemory", "run"]
 
 STACK_SIGNAL = signal.SIGRTMIN + 7
 """Makes a worker write where it is to its stderr, even with the GIL held. One that simulators hardly use themselves."""

@@ -5,18 +5,19 @@ There is no per-environment Python here. All slots of the worker step, fail and 
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from clusterenv.memory.progress import CALL, INIT, RESET, STEP
 from clusterenv.memory.rows import Buffers, assemble, bad_rows, flatten
 from clusterenv.spec import Vector
 from clusterenv.wire.infos import Column, Columns
 from clusterenv.wire.requests import Build, Built, Call, Fault, Rebuild, Reply, Reset, SetAttr, Step, Sticky
-from clusterenv.worker.envs import CALL, INIT, PHASES, RESET, STEP, Caught
+from clusterenv.worker.faults import Caught, describe
+from clusterenv.worker.single_env import close_env
 
 __all__ = ["VectorGroup"]
 
@@ -160,11 +161,7 @@ class VectorGroup:
 
     def close(self) -> None:
         venv, self._venv = self._venv, None
-        if venv is not None:
-            try:
-                venv.close()
-            except Caught:
-                traceback.print_exc()
+        close_env(venv)
 
     def _write(self, obs: Any) -> int:
         side = 1 - int(self._buffers.side[self._slots[0]])
@@ -211,10 +208,6 @@ class VectorGroup:
         return faults
 
     def _describe(self, phase: int, error: BaseException) -> list[Fault]:
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        title = f"{type(error).__name__}: {error}"
         calls = self._calls.tolist() if phase in (STEP, CALL) else [0] * len(self._slots)
-        return [
-            Fault(slot, PHASES[phase], title, text, None, self._incarnation, call)
-            for slot, call in zip(self._slots, calls, strict=True)
-        ]
+        first = describe(self._slots[0], phase, error, None, self._incarnation, 0)
+        return [first._replace(slot=slot, step=call) for slot, call in zip(self._slots, calls, strict=True)]

@@ -6,6 +6,7 @@ randomness enters as `noise [B, noise_size]`, so that what a slot does depends o
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
@@ -26,6 +27,7 @@ __all__ = [
     "TanhNormal",
     "Uniform",
     "family_for",
+    "log_softmax",
 ]
 
 Noise = Literal["gumbel", "normal", "uniform"]
@@ -54,20 +56,41 @@ class Family(Protocol):
     def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any: ...
 
 
-def _log_softmax(logits: Any) -> Any:
+def log_softmax(logits: Any) -> Any:
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
-class Categorical:
+class _ByLogprob(abc.ABC):
+    """A family whose actions are scored sooner from themselves than from the noise that they were made of."""
+
+    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+        return self.logprob(params, actions, knobs)
+
+    @abc.abstractmethod
+    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any: ...
+
+
+class _OneOf(_ByLogprob):
+    """A family over a Discrete space with one number for each action, of which the largest is the best."""
+
+    def __init__(self, space: spaces.Discrete) -> None:
+        self.num_params = int(space.n)
+        self._start, self._dtype = int(space.start), np.dtype(space.dtype)
+
+    def mode(self, params: Any) -> Any:
+        return (params.argmax(axis=1) + self._start).astype(self._dtype)
+
+
+class Categorical(_OneOf):
     """Params are logits [B, n]."""
 
     name = "categorical"
     noise: Noise = "gumbel"
 
     def __init__(self, space: spaces.Discrete) -> None:
-        self.num_params = self.noise_size = int(space.n)
-        self._start, self._dtype = int(space.start), np.dtype(space.dtype)
+        super().__init__(space)
+        self.noise_size = self.num_params
 
     def choose(self, params: Any, noise: Any, knobs: dict[str, Any]) -> tuple[Any, Any]:
         chosen = (params + noise).argmax(axis=1)
@@ -76,17 +99,11 @@ class Categorical:
             actions = actions.astype(self._dtype)
         return actions, actions
 
-    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
-        return self.logprob(params, actions, knobs)
-
-    def mode(self, params: Any) -> Any:
-        return (params.argmax(axis=1) + self._start).astype(self._dtype)
-
     def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
-        return _log_softmax(params)[np.arange(len(params)), np.asarray(actions) - self._start]
+        return log_softmax(params)[np.arange(len(params)), np.asarray(actions) - self._start]
 
 
-class MultiCategorical:
+class MultiCategorical(_ByLogprob):
     """Independent categoricals; params are their logits side by side [B, sum(nvec)]."""
 
     name = "multi-categorical"
@@ -104,9 +121,6 @@ class MultiCategorical:
         actions = self.mode(params + noise)
         return actions, actions
 
-    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
-        return self.logprob(params, actions, knobs)
-
     def _shaped(self, chosen: Any) -> Any:
         return (chosen + self._start).astype(self._dtype).reshape(-1, *self._shape)
 
@@ -118,11 +132,11 @@ class MultiCategorical:
         total = np.zeros(len(params), dtype=np.float32)
         rows = np.arange(len(params))
         for i, part in enumerate(self.parts):
-            total += _log_softmax(params[:, part])[rows, chosen[:, i]]
+            total += log_softmax(params[:, part])[rows, chosen[:, i]]
         return total
 
 
-class Bernoulli:
+class Bernoulli(_ByLogprob):
     """Independent coins; params are their logits [B, n]."""
 
     name = "bernoulli"
@@ -136,9 +150,6 @@ class Bernoulli:
         flat = noise < 1.0 / (1.0 + np.exp(-np.clip(params, -80.0, 80.0)))
         actions = flat.astype(self._dtype).reshape(-1, *self._shape)
         return actions, actions
-
-    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
-        return self.logprob(params, actions, knobs)
 
     def mode(self, params: Any) -> Any:
         return (params > 0).astype(self._dtype).reshape(-1, *self._shape)
@@ -268,16 +279,12 @@ class Deterministic(_Continuous):
         return self._density(z, sigma)
 
 
-class EpsilonGreedy:
+class EpsilonGreedy(_OneOf):
     """The best of the Q-values, or with probability `knobs["epsilon"]` any action; params are Q-values [B, n]."""
 
     name = "epsilon-greedy"
     noise: Noise = "uniform"
     noise_size = 2
-
-    def __init__(self, space: spaces.Discrete) -> None:
-        self.num_params = int(space.n)
-        self._start, self._dtype = int(space.start), np.dtype(space.dtype)
 
     def choose(self, params: Any, noise: Any, knobs: dict[str, Any]) -> tuple[Any, Any]:
         epsilon = _column(knobs.get("epsilon", 0.0), len(params))[:, 0]
@@ -289,12 +296,6 @@ class EpsilonGreedy:
         chosen = np.where(noise[:, 0] < epsilon, anything, params.argmax(axis=1))
         actions = (chosen + self._start).astype(self._dtype)
         return actions, actions
-
-    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
-        return self.logprob(params, actions, knobs)
-
-    def mode(self, params: Any) -> Any:
-        return (params.argmax(axis=1) + self._start).astype(self._dtype)
 
     def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
         epsilon = _column(knobs.get("epsilon", 0.0), len(params))[:, 0]

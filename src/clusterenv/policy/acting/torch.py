@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,13 @@ from clusterenv.policy.acting.base import PAD, Prepared
 from clusterenv.policy.acting.distributions import Family, family_for
 from clusterenv.policy.acting.named import Named, class_at
 from clusterenv.policy.acting.shapes import LOOKED_FOR, candidates, example_for, from_distribution, pack
+from clusterenv.policy.acting.torch_actor import Forward, FromDist, TorchRecipe, call_module, hollow, to_tensor
 from clusterenv.policy.weights.codec import Weights
 from clusterenv.rollout import map_arrays
 
 __all__ = ["TorchPolicy"]
 
 _TOLERANCE = 1e-4
-Forward = Callable[..., Any]
 
 
 class TorchPolicy:
@@ -97,19 +96,19 @@ class TorchPolicy:
 
     def prepare(self, observation_space: Space[Any], action_space: Space[Any]) -> Prepared:
         clone = _snapshot(self.module)
-        obs = _to_tensors(_sample(observation_space))
+        obs = map_arrays(to_tensor, _sample(observation_space))
         if self._dist is None:
             forward, family, acting, description = _recognise(clone, obs, action_space)
         elif isinstance(self._dist, str):
             family = family_for(self._dist, action_space)
-            forward, acting, description = _call_module, None, f"module(obs) as {family.name}"
+            forward, acting, description = call_module, None, f"module(obs) as {family.name}"
             _check_params(_run(forward, clone, obs), family, description)
         else:
             forward, family, description = self._try_dist(clone, obs, action_space)
             acting = None
         self._travels = self._names(clone, self._acting or acting)
         self._verify_acting(clone, forward, obs)
-        recipe = _TorchRecipe(_hollow(clone), forward, self._initial_state, family.num_params, self._travels)
+        recipe = TorchRecipe(hollow(clone), forward, self._initial_state, family.num_params, self._travels)
         return Prepared(recipe, family, self._mask, description, self._initial_state is not None)
 
     def weights(self) -> Weights:
@@ -155,7 +154,7 @@ class TorchPolicy:
                 "a recurrent policy needs both initial_state=... and dist(module, obs, state, episode_start); "
                 "others have dist(module, obs)"
             )
-        forward = _FromDist(self._dist)
+        forward = FromDist(self._dist)
         try:
             with torch.inference_mode():
                 if self._initial_state is not None:
@@ -197,93 +196,6 @@ class TorchPolicy:
         params = _run(forward, poisoned, obs, state)
         if not torch.isfinite(params).all():
             raise PolicyError(f"acting={self._travels} leaves out weights that acting needs, among {left_out}")
-
-
-@dataclass
-class _TorchRecipe:
-    module: Any
-    forward: Forward
-    state_fn: Callable[[int], Any] | None
-    num_params: int
-    names: tuple[str, ...]
-
-    def build(self) -> _TorchActor:
-        _fill(self.module)
-        return _TorchActor(self)
-
-
-class _TorchActor:
-    def __init__(self, recipe: _TorchRecipe) -> None:
-        self._module = recipe.module.eval()
-        _call_layers_directly(self._module)
-        self._forward = recipe.forward
-        self._state_fn = recipe.state_fn
-        self._num_params = recipe.num_params
-
-    def load(self, weights: Weights) -> None:
-        state = self._module.state_dict()
-        with torch.no_grad():
-            for name, array in weights.items():
-                if tuple(state[name].shape) != array.shape:
-                    raise PolicyError(
-                        f"the weights {name!r} have shape {array.shape}, the module that was attached has "
-                        f"{tuple(state[name].shape)}: its architecture changed; make a new collector"
-                    )
-                state[name].copy_(torch.from_numpy(np.array(array)))
-
-    def forward(self, obs: Any, state: Any, starts: Any) -> tuple[Any, Any]:
-        # Nothing here wants gradients (`_snapshot`), so no graph is built; entering inference mode would cost more.
-        tensors = _to_tensor(obs) if obs.__class__ is np.ndarray else map_arrays(_to_tensor, obs)
-        if self._state_fn is None:
-            params = self._forward(self._module, tensors)
-        else:
-            started = torch.from_numpy(starts.astype(np.float32))
-            params, state = self._forward(self._module, tensors, state, started)
-        if params.__class__ is tuple or params.dim() != 2:
-            params = pack(params)
-        return params.numpy(), state
-
-    def initial_state(self, rows: int) -> Any:
-        return None if self._state_fn is None else self._state_fn(rows)
-
-    def like_state(self, state: Any) -> Any:
-        return map_arrays(torch.from_numpy, state)
-
-
-class _FromDist:
-    """A user's `dist` as a forward pass."""
-
-    def __init__(self, dist: Forward) -> None:
-        self._dist = dist
-
-    def __call__(self, module: Any, obs: Any, *recurrent: Any) -> Any:
-        if recurrent:
-            given, state = self._dist(module, obs, *recurrent)
-            return from_distribution(given)[1], state
-        return from_distribution(self._dist(module, obs))[1]
-
-
-def _call_layers_directly(module: Any) -> None:
-    """In plain sequences, skip what `Module.__call__` does for hooks: a fifth of a small network's forward pass."""
-    for sequence in module.modules():
-        if type(sequence) is torch.nn.Sequential and not any(
-            layer._forward_hooks or layer._forward_pre_hooks for layer in sequence
-        ):
-            sequence.forward = _Chain([layer.forward for layer in sequence])  # type: ignore[method-assign]
-
-
-class _Chain:
-    def __init__(self, calls: list[Callable[[Any], Any]]) -> None:
-        self._calls = calls
-
-    def __call__(self, value: Any) -> Any:
-        for call in self._calls:
-            value = call(value)
-        return value
-
-
-def _call_module(module: Any, obs: Any) -> Any:
-    return module(obs)
 
 
 def _recognise(clone: Any, obs: Any, action_space: Space[Any]) -> tuple[Forward, Family, tuple[str, ...] | None, str]:
@@ -355,33 +267,6 @@ def _snapshot(module: Any) -> Any:
     return clone
 
 
-def _hollow(module: Any) -> Any:
-    """The module without its weights: they travel with each version, and once per machine, not with every worker."""
-    places: dict[int, Any] = {}
-    for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and name not in part._non_persistent_buffers_set:
-                    if id(tensor) not in places:
-                        places[id(tensor)] = tensor.to("meta")
-                    tensors[name] = places[id(tensor)]
-    return module
-
-
-def _fill(module: Any) -> None:
-    places: dict[int, Any] = {}
-    for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    if id(tensor) not in places:
-                        # Not zeros_like: of a meta tensor it imports sympy, half a second for each worker.
-                        places[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-                        places[id(tensor)].zero_()
-                    filled = places[id(tensor)]
-                    tensors[name] = torch.nn.Parameter(filled, False) if tensors is part._parameters else filled
-
-
 def _sample(space: Space[Any]) -> Any:
     """PAD observations of the space, batched, the same at every call."""
     own = copy.deepcopy(space)
@@ -396,17 +281,6 @@ def _stack(items: list[Any]) -> Any:
     if isinstance(first, tuple):
         return tuple(_stack(list(parts)) for parts in zip(*items, strict=True))
     return np.stack([np.asarray(item) for item in items])
-
-
-def _to_tensors(obs: Any) -> Any:
-    return map_arrays(_to_tensor, obs)
-
-
-def _to_tensor(array: Any) -> Any:
-    tensor = torch.from_numpy(array)
-    if tensor.dtype in (torch.float64, torch.float16, torch.uint8, torch.bool):
-        return tensor.float()
-    return tensor
 
 
 def _plain(value: Any) -> Any:

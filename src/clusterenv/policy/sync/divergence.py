@@ -21,6 +21,7 @@ from clusterenv.policy.acting.distributions import (
     Normal,
     TanhNormal,
     Uniform,
+    log_softmax,
 )
 
 __all__ = ["Divergence", "divergence", "is_kl"]
@@ -50,13 +51,8 @@ def divergence(family: Family) -> Divergence:
     return lambda old, new, knobs: np.zeros(len(old))
 
 
-def _log_softmax(logits: Any) -> Any:
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-
-
 def _categorical(old: Any, new: Any, knobs: dict[str, Any]) -> Any:
-    p, q = _log_softmax(np.asarray(old, np.float64)), _log_softmax(np.asarray(new, np.float64))
+    p, q = log_softmax(np.asarray(old, np.float64)), log_softmax(np.asarray(new, np.float64))
     return np.maximum((np.exp(p) * (p - q)).sum(axis=1), 0.0)
 
 

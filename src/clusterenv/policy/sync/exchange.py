@@ -5,7 +5,6 @@ Called by `Collector` for each machine that something is asked of, with what the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from clusterenv.errors import SpecError
@@ -53,8 +52,6 @@ class Exchange:
         self.rule = fit(rule, family)
         self.codec = codec
         self.publisher = Publisher(policy, recipe, family)
-        self.on_decision: Callable[[int, Standing, Decision], None] | None = None
-        """Told of every one, with its node: for experiments."""
         self._policy = policy
         self._packed: dict[str, Pulled] = {}  # by what a machine holds: those that hold the same share it
         self._packed_for = -1
@@ -89,8 +86,6 @@ class Exchange:
             decision = Decision(True, f"{standing.lag} versions behind, max_staleness={max_lag}")
         else:
             decision = decide(self.rule, standing)
-        if self.on_decision is not None:
-            self.on_decision(node, standing, decision)
         return decision
 
     def pull(self, held: Acting | None) -> Pulled:

@@ -169,22 +169,27 @@ def decide(rule: Rule, standing: Standing) -> Decision:
     if isinstance(rule, Never):
         return Decision(False, "never")
     if isinstance(rule, APS):
-        if lag < rule.min_updates:
-            return Decision(False, f"{lag} of at least {rule.min_updates} versions behind")
-        if rule.max_lag is not None and lag >= rule.max_lag:
-            return Decision(True, f"{lag} versions behind, max_lag={rule.max_lag}")
-        if standing.drift is None:
-            return Decision(True, "drift not known")
-        bound = standing.drift + rule.z * (standing.drift_se or 0.0)
-        if math.isnan(bound):
-            return Decision(True, "drift is not a number")
-        if bound <= rule.delta and rule.max_fragments is not None and standing.fragments >= rule.max_fragments:
-            text = f"{standing.fragments} fragments with one version, as its drift of {standing.drift:.2g} stays below"
-            return Decision(True, f"{text} {rule.delta:.2g}", is_overdue=True)
-        text = f"drift {standing.drift:.4g} + {rule.z:g} x {standing.drift_se or 0.0:.2g}"
-        return Decision(bound > rule.delta, f"{text} {'>' if bound > rule.delta else '<='} {rule.delta:.4g}")
+        return _decide_by_drift(rule, standing)
     try:
         verdict = bool(rule(standing))
     except Exception as error:  # the user's own code
         raise PolicyError(f"the sync rule {rule!r} raised on {standing}: {error!r}") from error
     return Decision(verdict, f"by {getattr(rule, '__name__', type(rule).__name__)}")
+
+
+def _decide_by_drift(rule: APS, standing: Standing) -> Decision:
+    lag = standing.lag
+    if lag < rule.min_updates:
+        return Decision(False, f"{lag} of at least {rule.min_updates} versions behind")
+    if rule.max_lag is not None and lag >= rule.max_lag:
+        return Decision(True, f"{lag} versions behind, max_lag={rule.max_lag}")
+    if standing.drift is None:
+        return Decision(True, "drift not known")
+    bound = standing.drift + rule.z * (standing.drift_se or 0.0)
+    if math.isnan(bound):
+        return Decision(True, "drift is not a number")
+    if bound <= rule.delta and rule.max_fragments is not None and standing.fragments >= rule.max_fragments:
+        text = f"{standing.fragments} fragments with one version, as its drift of {standing.drift:.2g} stays below"
+        return Decision(True, f"{text} {rule.delta:.2g}", is_overdue=True)
+    text = f"drift {standing.drift:.4g} + {rule.z:g} x {standing.drift_se or 0.0:.2g}"
+    return Decision(bound > rule.delta, f"{text} {'>' if bound > rule.delta else '<='} {rule.delta:.4g}")

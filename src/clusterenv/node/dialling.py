@@ -1,0 +1,36 @@
+"""Find the head by a plain connection, which tells at once what is wrong: ZeroMQ would try for ever."""
+
+from __future__ import annotations
+
+import platform
+import socket
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+__all__ = ["Unreachable", "resolve"]
+
+_DIAL_S = 3.0
+
+
+class Unreachable(NamedTuple):
+    """Why the head cannot be dialled."""
+
+    text: str
+    is_refusal: bool
+    """Its machine answers; the head does not listen there any more."""
+
+
+def resolve(address: str) -> str | Unreachable:
+    """Return the address that answers: of a name with several, ZeroMQ might take another."""
+    parts = urlsplit(address)
+    try:
+        with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=_DIAL_S) as found:
+            host, port = found.getpeername()[:2]
+    except OSError as error:
+        text = (
+            f"{address} cannot be reached from {platform.node()}: {error.strerror or error}. Either the run is "
+            "over, or the head is behind a firewall or NAT: have it listen where nodes can dial it "
+            "(bind=, port=), or name the one that is forwarded to it (advertise=)"
+        )
+        return Unreachable(text, isinstance(error, ConnectionRefusedError))
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -1,0 +1,143 @@
+"""A torch module as it acts on a worker's CPU: made there from its structure, filled with each version's weights.
+
+`TorchPolicy` makes a `TorchRecipe` at the head; it travels once, without weights, and builds a `TorchActor` there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from clusterenv.errors import PolicyError
+from clusterenv.policy.acting.shapes import from_distribution, pack
+from clusterenv.policy.weights.codec import Weights
+from clusterenv.rollout import map_arrays
+
+__all__ = ["Forward", "FromDist", "TorchRecipe", "call_module", "hollow", "to_tensor"]
+
+Forward = Callable[..., Any]
+
+
+@dataclass
+class TorchRecipe:
+    module: Any
+    forward: Forward
+    state_fn: Callable[[int], Any] | None
+    num_params: int
+    names: tuple[str, ...]
+
+    def build(self) -> TorchActor:
+        _fill(self.module)
+        return TorchActor(self)
+
+
+class TorchActor:
+    def __init__(self, recipe: TorchRecipe) -> None:
+        self._module = recipe.module.eval()
+        _call_layers_directly(self._module)
+        self._forward = recipe.forward
+        self._state_fn = recipe.state_fn
+        self._num_params = recipe.num_params
+
+    def load(self, weights: Weights) -> None:
+        state = self._module.state_dict()
+        with torch.no_grad():
+            for name, array in weights.items():
+                if tuple(state[name].shape) != array.shape:
+                    raise PolicyError(
+                        f"the weights {name!r} have shape {array.shape}, the module that was attached has "
+                        f"{tuple(state[name].shape)}: its architecture changed; make a new collector"
+                    )
+                state[name].copy_(torch.from_numpy(np.array(array)))
+
+    def forward(self, obs: Any, state: Any, starts: Any) -> tuple[Any, Any]:
+        # Nothing here wants gradients (`_snapshot`), so no graph is built; entering inference mode would cost more.
+        tensors = to_tensor(obs) if obs.__class__ is np.ndarray else map_arrays(to_tensor, obs)
+        if self._state_fn is None:
+            params = self._forward(self._module, tensors)
+        else:
+            started = torch.from_numpy(starts.astype(np.float32))
+            params, state = self._forward(self._module, tensors, state, started)
+        if params.__class__ is tuple or params.dim() != 2:
+            params = pack(params)
+        return params.numpy(), state
+
+    def initial_state(self, rows: int) -> Any:
+        return None if self._state_fn is None else self._state_fn(rows)
+
+    def like_state(self, state: Any) -> Any:
+        return map_arrays(torch.from_numpy, state)
+
+
+class FromDist:
+    """A user's `dist` as a forward pass."""
+
+    def __init__(self, dist: Forward) -> None:
+        self._dist = dist
+
+    def __call__(self, module: Any, obs: Any, *recurrent: Any) -> Any:
+        if recurrent:
+            given, state = self._dist(module, obs, *recurrent)
+            return from_distribution(given)[1], state
+        return from_distribution(self._dist(module, obs))[1]
+
+
+def _call_layers_directly(module: Any) -> None:
+    """In plain sequences, skip what `Module.__call__` does for hooks: a fifth of a small network's forward pass."""
+    for sequence in module.modules():
+        if type(sequence) is torch.nn.Sequential and not any(
+            layer._forward_hooks or layer._forward_pre_hooks for layer in sequence
+        ):
+            sequence.forward = _Chain([layer.forward for layer in sequence])  # type: ignore[method-assign]
+
+
+class _Chain:
+    def __init__(self, calls: list[Callable[[Any], Any]]) -> None:
+        self._calls = calls
+
+    def __call__(self, value: Any) -> Any:
+        for call in self._calls:
+            value = call(value)
+        return value
+
+
+def call_module(module: Any, obs: Any) -> Any:
+    return module(obs)
+
+
+def hollow(module: Any) -> Any:
+    """The module without its weights: they travel with each version, and once per machine, not with every worker."""
+    places: dict[int, Any] = {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and name not in part._non_persistent_buffers_set:
+                    if id(tensor) not in places:
+                        places[id(tensor)] = tensor.to("meta")
+                    tensors[name] = places[id(tensor)]
+    return module
+
+
+def _fill(module: Any) -> None:
+    places: dict[int, Any] = {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    if id(tensor) not in places:
+                        # Not zeros_like: of a meta tensor it imports sympy, half a second for each worker.
+                        places[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                        places[id(tensor)].zero_()
+                    filled = places[id(tensor)]
+                    tensors[name] = torch.nn.Parameter(filled, False) if tensors is part._parameters else filled
+
+
+def to_tensor(array: Any) -> Any:
+    tensor = torch.from_numpy(array)
+    if tensor.dtype in (torch.float64, torch.float16, torch.uint8, torch.bool):
+        return tensor.float()
+    return tensor

@@ -1,0 +1,122 @@
+"""`Teardown`: what ends a run, done once, in a thread that no Ctrl-C interrupts.
+
+`close()` calls it and waits. Garbage collection calls it from any thread, in the middle of anything, and does not wait.
+When the interpreter exits, what was not done is done, and what is under way is awaited.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+__all__ = ["OwnThread", "Teardown", "current_exception"]
+
+
+class OwnThread(threading.Thread):
+    """A thread that a run has started. A teardown may join it, so that it must never wait for a teardown."""
+
+    def __init__(self, target: Callable[[], None], name: str, exception: BaseException | None = None) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+        self.exception = exception
+        """What was being handled where this thread was started."""
+
+
+def current_exception() -> BaseException | None:
+    """Return the exception being handled in this thread or, in a teardown's own thread, where that was called."""
+    thread = threading.current_thread()
+    return thread.exception if isinstance(thread, OwnThread) else sys.exc_info()[1]
+
+
+class Teardown:
+    """
+    Args:
+        action: what to do. Has to end by itself, in about `timeout_s`.
+        timeout_s: how long callers wait for it at most.
+    """
+
+    def __init__(self, action: Callable[[], None], timeout_s: float) -> None:
+        self._action = action
+        self._timeout_s = timeout_s
+        self._owner = os.getpid()
+        self._once = threading.Lock()  # taken by whoever does it, and never released
+        self._done = threading.Event()
+        self._num_waiting = 0
+        self._error: BaseException | None = None
+        _PENDING.append(self)
+
+    @property
+    def has_begun(self) -> bool:
+        return self._once.locked()
+
+    def __call__(self) -> None:
+        """Begin, unless it has begun, and wait for its end. An interrupt ends the wait only. Raises what it raised."""
+        if os.getpid() != self._owner:
+            return  # a fork of the owner has nothing to end
+        self._num_waiting += 1
+        try:
+            self.begin()
+            if not isinstance(threading.current_thread(), OwnThread):
+                self._done.wait(self._timeout_s)
+        finally:
+            self._num_waiting -= 1
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def begin(self) -> None:
+        """Begin, unless it has begun; in this thread only where no other can be started."""
+        if os.getpid() != self._owner or self.has_begun:
+            return
+        try:
+            OwnThread(self._run, "clusterenv-teardown", sys.exc_info()[1]).start()
+        except RuntimeError:  # too many threads, or the interpreter is exiting
+            self._run()
+
+    def forget(self) -> None:
+        """Somebody else has done it."""
+        if self in _PENDING:
+            _PENDING.remove(self)
+
+    def finish(self) -> None:
+        """Begin, unless it has begun, and wait for its end, whatever interrupts that."""
+        deadline = time.monotonic() + self._timeout_s
+        while not self.has_begun and os.getpid() == self._owner:
+            with contextlib.suppress(KeyboardInterrupt):
+                self.begin()
+                break
+        while self._owner == os.getpid() and not self._done.is_set() and (left_s := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(KeyboardInterrupt):
+                self._done.wait(left_s)
+
+    def _run(self) -> None:
+        if not self._once.acquire(blocking=False):
+            return
+        try:
+            self._action()
+        except BaseException as error:
+            if self._num_waiting:
+                self._error = error
+            else:
+                with contextlib.suppress(Exception):  # there may be no stderr
+                    traceback.print_exc()
+        finally:
+            self.forget()
+            self._done.set()
+
+
+_PENDING: list[Teardown] = []
+"""Those that are not done, oldest first."""
+
+
+def _at_exit() -> None:
+    for teardown in reversed(_PENDING.copy()):
+        teardown.finish()
+
+
+atexit.register(_at_exit)

@@ -1,0 +1,142 @@
+"""The policy of one worker: what it acts with, from which random streams, and which actions are allowed.
+
+Enters: `SetPolicy`, `LoadWeights`, `Step` with an order to act. Leaves: answers, and actions in the shared rows. The
+fragment loop and the evaluator act with the same object.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from clusterenv.errors import PolicyError
+from clusterenv.memory.progress import INIT, POLICY
+from clusterenv.memory.rows import assemble
+from clusterenv.policy.acting.base import PAD, Actor, pad_rows
+from clusterenv.policy.acting.distributions import Family, mask_logits, stack_masks
+from clusterenv.policy.acting.named import Named, prepare_named
+from clusterenv.policy.acting.random_streams import Streams
+from clusterenv.policy.weights.codec import decode
+from clusterenv.wire.requests import Act, Acted, Finals, FragmentResult, LoadWeights, Reply, SetPolicy, Step
+from clusterenv.worker.envs import EnvGroup
+from clusterenv.worker.key_watch import KeyWatch
+
+__all__ = ["WorkerPolicy", "not_finite", "pad_starts", "policy_failed"]
+
+
+class WorkerPolicy:
+    """One per worker, beside its `EnvGroup`. `actor` is None until a policy was built."""
+
+    def __init__(self, group: EnvGroup, observation_space: Any, action_space: Any) -> None:
+        self._group = group
+        self._space, self._action_space = observation_space, action_space
+        self.actor: Actor | None = None
+        self.family: Family
+        self.state: Any = None  # of a recurrent policy, one row per environment
+        self.version = -1
+        self.streams: Streams
+        self.mask: str | None = None  # key of the allowed actions
+        self.masks: list[Any] = [None] * len(group.slots)  # of the infos last seen
+        self.info_keys: tuple[str, ...] = ()
+        self.watch: KeyWatch
+        self._mask_in_obs = False
+
+    def set(self, request: SetPolicy) -> Reply:
+        self._group.at[1] = INIT  # importing torch may take long
+        self.actor = None
+        recipe, family = request.recipe, request.family
+        try:
+            if isinstance(recipe, Named):
+                prepared = prepare_named(recipe, self._space, self._action_space)
+                actor, family = prepared.recipe.build(), prepared.family
+            else:
+                actor = pickle.loads(recipe).build()
+            self.state = actor.initial_state(-(-len(self._group.slots) // PAD) * PAD)
+        except Exception as error:  # the user's policy: told to the head, which raises it by name
+            return policy_failed(request.request, "the policy could not be built on a worker", error)
+        self.actor, self.family = actor, family
+        self.mask = request.mask
+        self._mask_in_obs = request.mask is not None and request.mask in getattr(self._space, "spaces", {})
+        self.streams = Streams(request.seed)
+        self.info_keys = request.info_keys
+        self.watch = KeyWatch(None if self._mask_in_obs else request.mask, request.info_keys)
+        self.version = -1
+        return Reply(request.request, [])
+
+    def load(self, request: LoadWeights, memory: memoryview) -> Reply:
+        if self.actor is None:
+            return Reply(request.request, [])  # it could not be built, which was told
+        try:
+            self.actor.load(decode(memory[request.offset : request.offset + request.size]))
+        except Exception as error:  # as above
+            return policy_failed(request.request, "the weights could not be loaded on a worker", error)
+        self.version = request.version
+        return Reply(request.request, [])
+
+    def step(self, request: Step, flush: Callable[[Reply], None]) -> Reply:
+        """Step once under the environments' own autoreset mode, with actions of the policy."""
+        assert request.act is not None
+        try:
+            acted = self._act(request.slots, request.act)
+        except Exception as error:  # as above
+            return policy_failed(request.request, "the policy failed on a worker", error)
+        return self._group.step(request, flush)._replace(result=acted)
+
+    def _act(self, slots: list[int], act: Act) -> Acted:
+        group, actor, family = self._group, self.actor, self.family
+        assert actor is not None
+        count, buffers = len(group.slots), group.buffers
+        group.at[1] = POLICY
+        sides = buffers.side[group.rows]
+        everyone = np.arange(group.first, group.first + count)
+        obs = assemble(self._space, iter([shared[sides, everyone] for shared in buffers.obs]))
+        starts = np.array([group.clock == began for began in group.began])
+        params, self.state = actor.forward(pad_rows(obs, count), self.state, pad_starts(starts))
+        columns = [slot - group.first for slot in slots]
+        params = params[:count]
+        if self.mask is not None:
+            for slot, info in group.recent.items():
+                self.masks[slot - group.first] = info.get(self.mask)
+            group.recent.clear()
+            params = mask_logits(params, self.allowed(obs, params))
+        noise = self.streams.draw(slots, act.incarnations, 1, family.noise, family.noise_size)[0]
+        params = params[columns]
+        if not np.isfinite(params).all():
+            raise not_finite(params, slots)
+        actions, for_env = family.choose(params, noise, act.knobs)
+        logprobs = family.score(params, noise, actions, act.knobs)
+        buffers.actions[0][slots] = for_env
+        return Acted(slots, actions, logprobs, self.version)
+
+    def allowed(self, obs: Any, params: Any) -> Any:
+        """Return the action masks of all rows, of these observations or of the infos last seen."""
+        assert self.mask is not None
+        if self._mask_in_obs:
+            mask = np.asarray(obs[self.mask], dtype=np.bool_).reshape(params.shape)
+        else:
+            mask = stack_masks(self.masks, params.shape[1])
+        if not mask.any(axis=1).all():
+            k = int(np.argmin(mask.any(axis=1)))
+            raise PolicyError(f"the action mask of slot {self._group.slots[k]} allows no action")
+        return mask
+
+
+def pad_starts(starts: Any) -> Any:
+    missing = -len(starts) % PAD
+    return np.concatenate([starts, np.ones(missing, dtype=np.bool_)]) if missing else starts
+
+
+def not_finite(params: Any, slots: list[int]) -> PolicyError:
+    k = int(np.argmin(np.isfinite(params).all(axis=1)))
+    return PolicyError(f"the policy's output for slot {slots[k]} is not finite: {params[k]!r}")
+
+
+def policy_failed(request: int, what: str, error: Exception) -> Reply:
+    """Return the answer to a request that the user's policy could not carry out."""
+    failure = (f"{what}: {type(error).__name__}: {error}", traceback.format_exc())
+    nothing = Finals(None, None, [])
+    return Reply(request, [], result=FragmentResult(0, -1, nothing, [], {}, None, failure, None, 0.0, 0.0))
