@@ -221,13 +221,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
     @uninterrupted
     def _call(
-        self,
-        what: str,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        slots: Sequence[int] | None,
-        sticky: bool = False,
+        self, what: str, name: str, args: Any, kwargs: Any, slots: Sequence[int] | None, sticky: bool = False
     ) -> tuple[Any, ...]:
         self._guard.check(what)
         self._guard.check_not_loaded(what, name)
