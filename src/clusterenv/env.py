@@ -221,13 +221,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
     @uninterrupted
     def _call(
-        self,
-        what: str,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        slots: Sequence[int] | None,
-        sticky: bool = False,
+        self, what: str, name: str, args: Any, kwargs: Any, slots: Sequence[int] | None, sticky: bool = False
     ) -> tuple[Any, ...]:
         self._guard.check(what)
         self._guard.check_not_loaded(what, name)
@@ -301,7 +295,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         if (awaited if chosen is None else awaited[chosen]).any():
             late = np.flatnonzero(awaited).tolist()
             raise PendingCallError(f"send(): slots {late} are in flight already; recv() them first", "step")
-        self._pool.send_step(chosen, self._place(actions, chosen))
+        self._guard.check_not_ended(chosen)
+        self._pool.send_step(chosen, self._reader.place(actions, chosen, self._pool.rows.buffers.actions))
 
     @uninterrupted
     def recv(self, min_envs: int | None = None, timeout_s: float | None = None) -> StepResult:
@@ -400,10 +395,3 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         """Counters: workers, their process ids, events by kind, slow slots, time per step, incarnations."""
         self._guard.check_open("stats")
         return self._pool.stats()
-
-    # -- inside -----------------------------------------------------------------------------------------------
-
-    def _place(self, actions: Any, slots: list[int] | None) -> list[Any] | None:
-        """Check actions and put them into shared memory; those that do not fit there are returned."""
-        self._guard.check_not_ended(slots)
-        return self._reader.place(actions, slots, self._pool.rows.buffers.actions)

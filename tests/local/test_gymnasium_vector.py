@@ -84,6 +84,25 @@ def test_an_observation_that_its_environment_goes_on_to_change_is_a_copy(workers
     envs.close()
 
 
+@WORKERS
+def test_a_lost_environment_with_custom_spaces_is_rebuilt(workers):
+    envs = cluster([Echo] * 2, workers)
+    envs.reset(seed=0)
+    envs.step(("a", "b"))
+    obs, *_, infos = envs.step((Echo.FAIL, "c"))
+    assert obs == ("step(a)", "step(c)") and infos["transition_valid"].tolist() == [False, True]
+    assert envs.step(("d", "e"))[0] == ("reset", "step(e)")
+    assert envs.step(("f", "g"))[0] == ("step(f)", "step(g)")
+    envs.close()
+
+
+def test_a_collector_says_which_space_it_cannot_take():
+    envs = cluster([Echo] * 2, 0)
+    with pytest.raises(ce.PolicyError, match="Anything"):
+        envs.collector(ce.RandomPolicy())
+    envs.close()
+
+
 def test_custom_spaces_that_are_not_equal_are_named_with_what_they_lack():
     class Nameless(Anything):
         __eq__ = object.__eq__

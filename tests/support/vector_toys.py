@@ -26,7 +26,9 @@ class Anything(spaces.Space):
 
 
 class Echo(gym.Env):
-    """Observes what it was asked to do, as a text."""
+    """Observes what it was asked to do, as a text. An action of `FAIL` raises."""
+
+    FAIL = "fail"
 
     def __init__(self) -> None:
         self.observation_space = Anything()
@@ -37,6 +39,8 @@ class Echo(gym.Env):
         return "reset", {"seeded": seed is not None}
 
     def step(self, action):
+        if action == self.FAIL:
+            raise RuntimeError("as asked")
         return f"step({action:s})", 1.0, action == "end", False, {}
 
 

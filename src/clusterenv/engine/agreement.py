@@ -46,10 +46,13 @@ def agree(
     spaces_of = _by_slot(built, slots_of)
     if any(isinstance(space, DescribedSpace) for pair in spaces_of for space in pair):
         own = make_own()
-        spaces_of = [(_real(observation, own[0]), _real(action, own[1])) for observation, action in spaces_of]
+        spaces_of = [
+            (_real(slot, observation, own[0]), _real(slot, action, own[1]))
+            for slot, (observation, action) in enumerate(spaces_of)
+        ]
     observation_spaces, action_spaces = [pair[0] for pair in spaces_of], [pair[1] for pair in spaces_of]
     for name, space in (("observation", observation_spaces[0]), ("action", action_spaces[0])):
-        if not isinstance(space, (Space, DescribedSpace)):
+        if not isinstance(space, Space):
             raise SpecError(f"the environment's {name}_space is {space!r}: expected a gymnasium Space")
     single, batched = _observation_spaces(observation_spaces, mode)
     for slot, space in enumerate(action_spaces):
@@ -71,9 +74,16 @@ def _by_slot(built: dict[int, Built], slots_of: list[list[int]]) -> list[Spaces]
     return [spaces_of[slot] for slot in sorted(spaces_of)]
 
 
-def _real(space: Any, own: Any) -> Any:
+def _real(slot: int, space: Any, own: Any) -> Any:
     """Return the space of this process in place of its description."""
-    return own if isinstance(space, DescribedSpace) and describe(own) == space else space
+    if not isinstance(space, DescribedSpace):
+        return space
+    if space != describe(own):
+        raise SpacesError(
+            f"the environments' spaces are not equivalent: slot {slot} has {space}, "
+            f"the environment that was made in this process has {describe(own)}"
+        )
+    return own
 
 
 def _observation_spaces(spaces: list[Any], mode: ObservationMode) -> Spaces:
