@@ -698,18 +698,3 @@ def test_a_folder_of_the_users_is_left_as_it_was(tmp_path):
     with pytest.raises(ce.StartError, match="waiting for node 0"):
         ce.ClusterEnv(ID, 2, backend=ce.Manual(nodes=1, bind="127.0.0.1", folder=str(tmp_path), start_timeout_s=0.5))
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_a_worker_speaks_of_its_own_slots_only(net):
-    from clusterenv.executors.remote import RemoteCrew
-    from clusterenv.wire.channel import plain
-    from clusterenv.wire.requests import Reply
-
-    with make(net) as envs:
-        envs.reset(seed=1)
-        crew = envs._pool.crew
-        assert isinstance(crew, RemoteCrew)
-        forged = plain().pack(Reply(7, [3]))
-        with pytest.raises(ce.ProtocolError, match="slots that it does not have"):
-            crew._reply(forged, 7, worker=0)
-        assert crew._reply(forged, 7, worker=1).slots == [3]
