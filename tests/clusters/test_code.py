@@ -36,6 +36,7 @@ from clusterenv.node.agent import Agent
 from clusterenv.spec import Blueprint
 from clusterenv.transport.keys import Joining
 from clusterenv.wire.messages import Code, Failed, Host, Lacks
+from clusterenv.worker.setup import WorkerConfig
 from namespace_cluster import pods
 from stepping import joined, step_until
 
@@ -523,7 +524,7 @@ def test_files_are_sent_once_and_only_those_offered(asked, tmp_path, monkeypatch
         send=lambda seat, message, payload=(): sent.append(message),
     )
     blueprint = Blueprint(1, b"", False, None, packages=sources.collect(["alone"]))
-    crew = RemoteCrew(head, blueprint, [[0]], [0], None, True)
+    crew = RemoteCrew(head, blueprint, [[0]], [0], WorkerConfig(None, True))
     crew.start(0)
     assert {wanted.name for wanted in sent[0].packages} == {"alone", "dynamic"}
     with pytest.raises(ce.ProtocolError, match="not offered, or were sent already"):

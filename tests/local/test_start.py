@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -66,7 +67,9 @@ def test_a_node_that_is_lost_before_all_have_come():
         steps_well(envs, 2)
 
 
-def test_a_job_that_ends_before_its_node_has_come_is_started_again():
+def test_a_job_that_ends_before_its_node_has_come_is_started_again(caplog):
+    caplog.set_level(logging.INFO, "clusterenv")
+
     def fail_first(agents, node):
         fails = node == 1 and agents.starts[1] == 1
         return [sys.executable, "-c", "raise SystemExit('a broken machine')"] if fails else None
@@ -76,6 +79,7 @@ def test_a_job_that_ends_before_its_node_has_come_is_started_again():
         steps_well(envs, 2)
         assert backend.jobs[0].starts == {0: 1, 1: 2}
         assert backend.count("node_asked_again") == 1
+    assert "waiting for node 1: ended: exited with code 1, to be started again" in caplog.text, "who is awaited"
 
 
 def test_a_node_that_is_lost_while_environments_are_made(tmp_path):

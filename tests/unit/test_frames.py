@@ -54,6 +54,7 @@ def test_large_messages_go_in_pieces_that_join():
     wire = to_wire(9, MESSAGES[1], payload)
     assert len(wire) == 5 and all(sum(map(len, frames)) < CHUNK + 100 for frames in wire)
     reader = head_reader()
+    reader.limit = 16 << 20
     *early, last = [reader.read(frames) for frames in wire]
     assert early == [None] * 4 and last is not None
     assert last[1] == MESSAGES[1] and [bytes(p) for p in last[2]] == payload
@@ -64,12 +65,29 @@ def test_large_messages_go_in_pieces_that_join():
 def test_pieces_that_do_not_fit_are_refused():
     wire = to_wire(9, MESSAGES[1], [bytes(3 * CHUNK)])
     reader = head_reader()
+    reader.limit = 16 << 20
     reader.read(wire[0])
     with pytest.raises(ce.ProtocolError, match="does not follow"):
         reader.read(wire[2])
     reader.limit = CHUNK
     with pytest.raises(ce.ProtocolError, match="the most that makes sense"):
         reader.read(wire[0])
+
+
+def test_a_whole_message_has_the_same_limit_as_pieces():
+    reader = head_reader()
+    frames = [*to_wire(9, MESSAGES[1], [bytes(70_000)] * 7)[0], *[bytes(CHUNK)] * 100]
+    with pytest.raises(ce.ProtocolError, match="the most that makes sense"):
+        reader.read(frames)
+
+
+def test_a_header_is_small():
+    reader = head_reader()
+    reader.limit = 1 << 30
+    wire = to_wire(9, Bye("x" * (5 << 20)))
+    with pytest.raises(ce.ProtocolError, match="a header of"):
+        for frames in wire:
+            reader.read(frames)
 
 
 VALID = [frames for message in MESSAGES for load in (b"load", bytes(70_000)) for frames in to_wire(5, message, [load])]
@@ -115,7 +133,7 @@ def test_lies_about_sizes_cost_no_memory():
 
 
 def test_a_node_does_not_read_what_only_nodes_say():
-    tell = Tell(0, 1, 2, (0,), "rows", 0, 0, True)
+    tell = Tell(0, 1, 2, (0,), True)
     assert node_reader().read(to_wire(1, tell)[0]) is not None
     with pytest.raises(ce.ProtocolError):
         head_reader().read(to_wire(1, tell)[0])
@@ -127,6 +145,7 @@ def test_on_a_slow_link_pieces_are_smaller(piece):
     wire = to_wire(9, MESSAGES[1], [data], piece)
     assert len(wire) == -(-len(data) // piece) and all(sum(map(len, frames)) <= piece + 100 for frames in wire)
     reader = head_reader()
+    reader.limit = 16 << 20
     said = [reader.read(frames) for frames in wire]
     assert said[:-1] == [None] * (len(wire) - 1) and bytes(said[-1][2][0]) == data
     with pytest.raises(ce.ProtocolError, match="does not follow"):

@@ -32,7 +32,7 @@ class FakeProcesses:
     def forward(self, index, frame):
         self.told.append((index, frame))
 
-    def wait(self, timeout_s):
+    def poll(self, timeout_s):
         events, self.events = self.events, []
         return events
 
@@ -43,7 +43,7 @@ class FakeProcesses:
 
 @pytest.fixture
 def node(monkeypatch):
-    monkeypatch.setattr(seat_module, "ProcessCrew", FakeProcesses)
+    monkeypatch.setattr(seat_module, "WorkerProcesses", FakeProcesses)
     sent: list[Any] = []
     workers = ((4, (0,)), (5, (1,)))
     host = Host(2, workers, 2, None, None, True, 1, (), "refuse", False, ())
@@ -60,7 +60,7 @@ def offer(number, data):
 
 
 def tell(worker, request, weights=0):
-    return Tell(2, worker, request, (), "nothing", 0, 0, False, weights)
+    return Tell(2, worker, request, (), False, weights)
 
 
 def test_requests_of_a_dead_worker_do_not_reach_its_replacement(node):

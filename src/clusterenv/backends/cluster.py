@@ -28,6 +28,7 @@ from clusterenv.spec import Blueprint
 from clusterenv.system.open_files import allow_open_files
 from clusterenv.system.teardown import Teardown
 from clusterenv.transport.keys import make_keys
+from clusterenv.worker.setup import WorkerConfig
 
 __all__ = ["example_plan", "start"]
 
@@ -123,18 +124,8 @@ def _make_pool(
     workers = (remote.max_nodes or remote.nodes) * each
     slots_of = split(blueprint.num_envs, workers)
     seat_of = [worker // each for worker in range(workers)]
-    crew = RemoteCrew(
-        head,
-        blueprint,
-        slots_of,
-        seat_of,
-        mode,
-        recovery.check,
-        threads=remote.threads_per_worker,
-        preload=remote.preload,
-        other=remote.other_infos,
-        stop=stop,
-    )
+    config = WorkerConfig(mode, recovery.check, remote.threads_per_worker, remote.preload, remote.other_infos)
+    crew = RemoteCrew(head, blueprint, slots_of, seat_of, config, stop)
     return Pool(crew, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=seat_of)
 
 

@@ -18,6 +18,7 @@ from clusterenv.executors.processes import ProcessCrew
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
 from clusterenv.system.cpus import cpu_limit, usable_cores
+from clusterenv.worker.setup import WorkerConfig
 
 __all__ = ["Local", "split"]
 
@@ -87,9 +88,8 @@ class Local:
         slots_of = split(n, workers)
         # Waiting awake pays only while every worker has a core of its own.
         spin_s = _SPIN_S if workers <= cpu_limit() else 0.0
-        crew = ProcessCrew(
-            blueprint, workers, mode, recovery.check, self.threads_per_worker, spin_s, slots_of, tuple(self.preload)
-        )
+        config = WorkerConfig(mode, recovery.check, self.threads_per_worker, tuple(self.preload), spin_s=spin_s)
+        crew = ProcessCrew(blueprint, slots_of, config)
         return Pool(crew, slots_of, mode, recovery, blueprint=blueprint, events=events)
 
 

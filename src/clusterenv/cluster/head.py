@@ -17,7 +17,10 @@ import zmq
 
 from clusterenv.cluster.checks import mismatch
 from clusterenv.cluster.ending import Ending
+from clusterenv.cluster.flow import Flow
+from clusterenv.cluster.inbox import Inbox, size_of
 from clusterenv.cluster.listener import Listener
+from clusterenv.cluster.output_queue import OutputQueue
 from clusterenv.cluster.roster import Admit, Dismiss, Instruction, Refuse, Replace, Roster, Seated, Unseated
 from clusterenv.cluster.weight_server import WeightServer
 from clusterenv.code.versions import FOR_PICKLES
@@ -25,16 +28,19 @@ from clusterenv.errors import ProtocolError
 from clusterenv.events import Event, EventLog
 from clusterenv.transport.keys import KeyPair
 from clusterenv.transport.sockets import Arrived, HeadSocket, Link
-from clusterenv.wire.frames import FRAME_LIMIT, Reader, head_reader, to_wire
+from clusterenv.wire.frames import CONTROL_LIMIT, FRAME_LIMIT, Reader, head_reader, to_wire
 from clusterenv.wire.messages import (
+    Answer,
     Beat,
     Bye,
     FromNode,
     Hello,
     Leave,
     Offer,
+    Output,
     Pull,
     Refused,
+    Rung,
     Welcome,
     Withdrawn,
 )
@@ -42,10 +48,17 @@ from clusterenv.wire.messages import (
 __all__ = ["Head", "Keeper", "Timing"]
 
 _MOST = 64
-"""Messages that are read before anything else is looked at."""
+"""Messages that are read before anything else is looked at, a caller's deadline for example."""
 
 _TICK_S = 0.02
 """How often the roster is told that time passes."""
+
+
+_LATE_BYTES = 1 << 14
+"""What an answer to no open request counts at least: there are few of them, after a seat has changed hands."""
+
+_LONGEST_REASON = 2000
+"""Characters of what a node says that are shown."""
 
 
 class Timing(NamedTuple):
@@ -75,6 +88,7 @@ class _Peer:
         self.reader: Reader[FromNode] = head_reader()
         self.node = -1
         self.was_told = False  # that its session is over
+        self.flow = Flow()  # of what it says unasked
 
 
 class Head:
@@ -115,23 +129,27 @@ class Head:
         self.roster = Roster(len(node_keys), timing.dead_after_s, timing.move_after_s, invited)
         self._peers: dict[bytes, _Peer] = {}  # by route
         self._active: dict[int, _Peer] = {}  # by node
-        self.inbox: deque[tuple[int, Any, list[Any]]] = deque()  # (seat, message, frames)
+        self.inbox = Inbox(len(node_keys))
         self.seat_events: deque[Seated | Unseated] = deque()
+        self.output: dict[int, OutputQueue] = {}  # by seat
         self.progress: dict[int, tuple[int, int, int, int]] = {}  # worker → pid, slot, phase, step
         self._weights = WeightServer()
         self.pulls: deque[tuple[Pull, int, float]] = deque()  # those answered: bytes of weights sent, and when
         self.leaving: frozenset[int] = frozenset()
         """Seats that are to change hands; the crew says when (`release`)."""
         self.refusals: dict[int, str] = {}
+        self._workers: dict[int, int] = {}  # worker → seat
+        self._num_phases = 0
         self.needed_nodes = 1
         """The run ends by an error where fewer than these can run its environments."""
-        self.message_limit = 16 << 20
         self.bytes_sent = [0] * len(node_keys)
         self.bytes_received = [0] * len(node_keys)
         self.frames_sent = [0] * len(node_keys)
         self.frames_received = [0] * len(node_keys)
         self.dropped = 0
         """Messages of sessions that are over, or that the protocol does not know."""
+        self._read_all_at = 0.0  # nothing was left to be read
+        self._unchecked = 0  # messages read since silence was looked at
         self._next_tick = 0.0
         self._listening_since = time.monotonic()
         self._listened_at = time.monotonic()
@@ -186,6 +204,26 @@ class Head:
                     return f"node {node} ({self._hellos[node].host}): {wrong}"
         return None
 
+    def expect_workers(self, seat_of: Sequence[int], num_phases: int) -> None:
+        """These workers belong to these seats; in their beats, nodes name phases below this number."""
+        with self._mine:
+            self._workers, self._num_phases = dict(enumerate(seat_of)), num_phases
+
+    def answered_nothing(self, seat: int, size: int) -> None:
+        """An answer to no open request: late, or a flood."""
+        with self._mine:
+            self.dropped += 1
+            node = self.roster.holder(seat)
+            peer = None if node is None else self._active.get(node)
+            if peer is not None:
+                self._spend(peer, min(max(size, _LATE_BYTES), CONTROL_LIMIT), time.monotonic())
+
+    def take_output(self) -> list[Output]:
+        """Return what workers printed since the last call."""
+        with self._mine:
+            queues, self.output = self.output, {}
+        return [message for queue in queues.values() for message in queue.messages]
+
     def pump(self, timeout_s: float) -> None:
         """Wait until something has come, at most so long, and sort it."""
         with self._mine:
@@ -203,13 +241,16 @@ class Head:
         began = now = time.monotonic()
         if now - self._listened_at > max(1.0, timeout_s + 0.5):  # the head itself stood still
             self._listening_since = now
-        while True:
-            arrived = self._socket.receive(ready, _MOST)
-            for message in arrived:
-                self._hear(message, now)
-            self._listened_at = now = time.monotonic()
-            if len(arrived) < _MOST:
-                break
+        arrived = self._socket.receive(ready, _MOST)
+        for message in arrived:
+            self._hear(message, now)
+        self._listened_at = now = time.monotonic()
+        self._unchecked += len(arrived)
+        if len(arrived) < _MOST:
+            self._read_all_at = began
+        elif self._unchecked < len(self._peers):
+            return  # peers are read in turn: one that seems silent may have said something that is not read yet
+        self._unchecked = 0
         for link in self._socket.gone(ready):
             self._link_gone(link)
         if now >= self._next_tick:
@@ -228,43 +269,76 @@ class Head:
         if peer is None:
             peer = self._peers[arrived.route] = _Peer(arrived.route, arrived.link)
         peer.node = node
-        peer.reader.limit = self.message_limit
+        if len(arrived.frames) > 1:
+            is_active = self._active.get(node) is peer
+            peer.reader.limit = self.inbox.limit(node, self.roster.seats(node) if is_active else ())
         self.bytes_received[node] += sum(map(len, arrived.frames))
         self.frames_received[node] += len(arrived.frames)
         try:
             said = peer.reader.read(arrived.frames)
-        except ProtocolError as error:
-            self._broke_protocol(peer, error, now)
+            if said is None:
+                self.roster.heard(node, self.roster.session(node), now)
+            else:
+                self._sort(peer, *said, now)
+        except Exception as error:  # whatever a message leads to here ends its sender, never the head
+            self._broke(peer, error, now)
+
+    def _sort(self, peer: _Peer, session: int, message: FromNode, frames: list[Any], now: float) -> None:
+        node = peer.node
+        is_answer = isinstance(message, (Answer, Rung))
+        is_current = self._active.get(node) is peer and self.roster.heard(node, session, now)
+        if not (is_answer and is_current) and not self._spend(peer, size_of(message, frames), now):
             return
-        if said is None:
-            self.roster.heard(node, self.roster.session(node), now)
-            return
-        session, message, frames = said
         if isinstance(message, Hello):
             self._hello(peer, message, now)
-        elif self._active.get(node) is not peer or not self.roster.heard(node, session, now):
+        elif not is_current:
             self.dropped += 1
             if not peer.was_told:
                 peer.was_told = True
                 self._say(peer, 0, Refused("its session is over", False))
         elif isinstance(message, Beat):
-            for worker, *where in message.progress:
-                self.progress[worker] = (where[0], where[1], where[2], where[3])
+            self._beat(node, message)
         elif isinstance(message, Bye):
             self._send(node, Leave(-1, "goodbye"))  # all that it said before has come
-            self._do(self.roster.gone(node, message.reason, now))
+            self._do(self.roster.gone(node, _short(message.reason), now))
         elif isinstance(message, Pull):
-            self._give(message, peer, now)
+            self._give(message, peer)
         elif self.roster.holder(message.seat) != node:
             self.dropped += 1
+        elif isinstance(message, Output):
+            self.output.setdefault(message.seat, OutputQueue()).put(message)
         else:
-            self.inbox.append((message.seat, message, frames))
+            self.inbox.put(message, frames)
 
-    def _broke_protocol(self, peer: _Peer, error: ProtocolError, now: float) -> None:
+    def _beat(self, node: int, beat: Beat) -> None:
+        if len(beat.progress) > len(self._workers):
+            raise ProtocolError(f"the progress of {len(beat.progress)} workers, where the run has {len(self._workers)}")
+        for worker, pid, slot, phase, step in beat.progress:
+            if not 0 <= phase < self._num_phases:
+                raise ProtocolError(f"a worker in phase {phase}")
+            seat = self._workers.get(worker)
+            if seat is not None and self.roster.holder(seat) == node:  # else of a seat that it has just left
+                self.progress[worker] = (pid, slot, phase, step)
+
+    def _spend(self, peer: _Peer, size: int, now: float) -> bool:
+        """Return whether a message that nobody asked for is within the rate; otherwise its sender is ended."""
+        if peer.flow.spend(size, now, self._read_all_at):
+            return True
         self.dropped += 1
         if self._active.get(peer.node) is peer:
-            self._do(self.roster.gone(peer.node, f"it broke the protocol: {error}", now))
-            self._say(peer, 0, Refused(str(error), True))
+            peer.flow = Flow()
+            self._broke(peer, ProtocolError("more messages that nobody asked for than are listened to"), now)
+        else:
+            self._socket.cut(peer.link)
+        return False
+
+    def _broke(self, peer: _Peer, error: Exception, now: float) -> None:
+        """Its messages cannot be: it is not listened to any more."""
+        self.dropped += 1
+        if self._active.get(peer.node) is peer:
+            text = _short(str(error) if isinstance(error, ProtocolError) else f"{type(error).__name__}: {error}")
+            self._do(self.roster.gone(peer.node, f"it broke the protocol: {text}", now))
+            self._say(peer, 0, Refused(text, True))
 
     def _hello(self, peer: _Peer, hello: Hello, now: float) -> None:
         before = self._active.get(peer.node)
@@ -292,11 +366,13 @@ class Head:
                 if self._active.get(peer.node) is peer:
                     self._do(self.roster.gone(peer.node, "its connection ended", time.monotonic()))
 
-    def node_gone(self, node: int, reason: str) -> None:
-        """What it said cannot be: it is not listened to any more."""
+    def seat_broke(self, seat: int, error: Exception) -> None:
+        """What the holder of this seat said cannot be: it is not listened to any more."""
         with self._mine:
-            if node in self._active:
-                self._do(self.roster.gone(node, reason, time.monotonic()))
+            node = self.roster.holder(seat)
+            peer = None if node is None else self._active.get(node)
+            if peer is not None:
+                self._broke(peer, error, time.monotonic())
 
     def node_unfit(self, node: int, reason: str, detail: str) -> bool:
         """Use this node no more: it cannot run the environments. Returns whether enough others are left."""
@@ -310,9 +386,11 @@ class Head:
             self.leaving = self.roster.leaving
         for item in instructions:
             if isinstance(item, Admit):
+                self.inbox.joined(item.node)
                 self._send(item.node, Welcome(item.session, self.timing.beat_s, self.timing.lease_s))
             elif isinstance(item, Unseated):
                 if item.is_there:
+                    self.inbox.left(item.node, item.seat)
                     self._send(item.node, Leave(item.seat))
                 self.seat_events.append(item)
             elif isinstance(item, Seated):
@@ -341,14 +419,9 @@ class Head:
                 return False
         return True
 
-    def _give(self, pull: Pull, peer: _Peer, now: float) -> None:
+    def _give(self, pull: Pull, peer: _Peer) -> None:
         sent = 0
-        try:
-            answer = self._weights.answer(pull, self.roster.session(peer.node))
-        except ProtocolError as error:
-            self._broke_protocol(peer, error, now)
-            return
-        for message, payload in answer:
+        for message, payload in self._weights.answer(pull, self.roster.session(peer.node)):
             self._send(peer.node, message, payload)
             if isinstance(message, Withdrawn):
                 return
@@ -384,3 +457,7 @@ class Head:
         self._socket.close()
         self._mine.close()
         self._is_closed = True
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."

@@ -129,6 +129,10 @@ class Roster:
         """Who has this seat."""
         return self._holder.get(seat)
 
+    def seats(self, node: int) -> frozenset[int]:
+        """The seats that this node has."""
+        return frozenset(self._nodes[node].seats)
+
     def history(self, node: int) -> list[str]:
         return list(self._nodes[node].history)
 

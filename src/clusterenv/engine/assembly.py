@@ -119,7 +119,7 @@ def _info_arrays(infos: dict[str, list[tuple[int, int, Any]]], num_steps: int, n
     """Each key as [T, N, ...] with its "_key" mask, as Gymnasium has them; zeros (or None) where there was no value."""
     arrays: dict[str, Any] = {}
     for key, items in infos.items():
-        values = [np.asarray(value) for *_, value in items]
+        values = [_as_array(value) for *_, value in items]
         alike = len({(v.shape, v.dtype.kind) for v in values}) == 1 and values[0].dtype.kind in "biufc"
         if alike:
             array = np.zeros((num_steps, n, *values[0].shape), dtype=np.result_type(*{v.dtype for v in values}))
@@ -131,6 +131,13 @@ def _info_arrays(infos: dict[str, list[tuple[int, int, Any]]], num_steps: int, n
             there[t, column] = True
         arrays[key], arrays[f"_{key}"] = array, there
     return arrays
+
+
+def _as_array(value: Any) -> Any:
+    try:
+        return np.asarray(value)
+    except ValueError:  # a ragged list
+        return np.array(None)
 
 
 def _episode_table(rows: list[tuple[int, int, float, int, dict[str, Any]]]) -> Episodes:

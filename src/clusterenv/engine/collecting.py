@@ -161,7 +161,11 @@ class Collecting:
         message = RunFragment(
             state.requests.next_number(), fragment.num_steps, fragment.side, knobs, incarnations, *self.samples
         )
-        state.ask(worker.index, Kind.FRAGMENT, worker.slots, message, now_s)
+        request = state.ask(worker.index, Kind.FRAGMENT, worker.slots, message, now_s)
+        machine = state.weights.of(worker.index)
+        acting = machine.evaluated or machine.assigned
+        request.version = None if acting is None else acting.version
+        request.info_keys = self._policy.info_keys if self._policy is not None else ()
         self.fragments.asked(fragment, message.request, incarnations)
 
     def evaluate(

@@ -53,11 +53,6 @@ class Engine:
 
     # -- a step of all slots ----------------------------------------------------------------------------------
 
-    @property
-    def is_calm(self) -> bool:
-        """Whether every environment is live and nothing is under way."""
-        return not self.state.slots and not self.state.requests
-
     def spill(self, pending: Pending, now_s: float) -> None:
         """Not every worker has answered a step of all slots with nothing but rows: open requests for the others."""
         state = self.state
@@ -68,15 +63,6 @@ class Engine:
             else:
                 state.requests.open(worker.index, Kind.STEP, worker.slots, pending.number)
                 worker.asked(now_s)
-
-    def is_plain(self, message: Any, number: int) -> bool:
-        """Return whether this answers a step of all slots with nothing wrong in it; its infos and objects are kept."""
-        if message == number:
-            return True
-        if not isinstance(message, Reply) or message.request != number or message.faults:
-            return False
-        self.state.rows.take_rows(message)
-        return True
 
     # -- requests ---------------------------------------------------------------------------------------------
 

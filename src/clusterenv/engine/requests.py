@@ -46,6 +46,15 @@ class Request:
     """The answer to a call, until the caller has read it."""
     remaining: set[int] = field(default_factory=set)
     """Slots whose row has not come yet, where it brings rows."""
+    message: Any = None
+    """What was sent; None: a whole step."""
+    parts: list[Any] = field(default_factory=list)
+    """Results of a call that have come, where they come in parts."""
+    received_bytes: int = 0
+    version: int | None = None
+    """Fragments: the version that acts."""
+    info_keys: tuple[str, ...] = ()
+    """Fragments: the infos that were asked for."""
 
     def __post_init__(self) -> None:
         if self.brings == "rows":
@@ -56,25 +65,24 @@ class Requests:
     """Every open request, by worker and number."""
 
     def __init__(self, workers: int) -> None:
-        self._number = 0
+        self.number = 0
+        """Of the last request."""
         self._open: list[dict[int, Request]] = [{} for _ in range(workers)]
-        self._count = 0
+        self.count = 0
+        """How many are open."""
 
     def next_number(self) -> int:
         """Return the number of the next request; 0 is never used."""
-        self._number = self._number % 0xFFFF_FFFF + 1
-        return self._number
-
-    @property
-    def last_number(self) -> int:
-        return self._number
+        self.number = self.number % 0xFFFF_FFFF + 1
+        return self.number
 
     def open(self, worker: int, kind: Kind, slots: list[int], message: Any) -> Request:
         """Record that `message`, or a whole step with that number, is asked of `worker`."""
         number = message if isinstance(message, int) else message.request
-        request = Request(number, kind, worker, slots, *_brings(message))
+        sent = None if isinstance(message, int) else message
+        request = Request(number, kind, worker, slots, *_brings(message), message=sent)
         self._open[worker][number] = request
-        self._count += 1
+        self.count += 1
         return request
 
     def get(self, worker: int, number: int) -> Request | None:
@@ -83,13 +91,13 @@ class Requests:
 
     def close(self, request: Request) -> None:
         if self._open[request.worker].pop(request.number, None) is not None:
-            self._count -= 1
+            self.count -= 1
 
     def close_all(self, worker: int) -> list[Request]:
         """Close everything that this worker was asked: its process is gone. Returns what it was."""
         requests = list(self._open[worker].values())
         self._open[worker].clear()
-        self._count -= len(requests)
+        self.count -= len(requests)
         return requests
 
     def is_open(self, request: Request) -> bool:
@@ -102,7 +110,7 @@ class Requests:
         return bool(self._open[worker])
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def __iter__(self) -> Iterator[Request]:
         return (request for requests in self._open for request in requests.values())

@@ -37,6 +37,9 @@ class Delivery:
         self._everyone = np.arange(num_envs)
         self.num_envs = num_envs
         self.buffers = buffers
+        leaves = buffers.layout.obs
+        self._only = buffers.obs[0] if len(leaves) == 1 and not leaves[0].path else None
+        """The observations, where the space is one array."""
         # What the user asked for and has not got yet.
         self.awaited = np.zeros(num_envs, dtype=np.bool_)
         self.ready = np.zeros(num_envs, dtype=np.bool_)
@@ -54,6 +57,11 @@ class Delivery:
         self.ended = np.zeros(num_envs, dtype=np.bool_)
         self.proven = np.zeros(num_envs, dtype=np.bool_)
         self._all_proven = False
+
+    def close(self) -> None:
+        """Give up the memory: views would keep it open."""
+        self._only = None
+        del self.buffers
 
     # -- arrivals ---------------------------------------------------------------------------------------------
 
@@ -175,7 +183,10 @@ class Delivery:
             buffers.side.fill(self._side)
         if self._next_objects:
             self._keep_objects(list(self._next_objects))
-        obs = self._gather(self._everyone, True, copy)
+        if self._only is None or self._side is None:
+            obs = self._gather(self._everyone, True, copy)
+        else:
+            obs = self._only[self._side].copy() if copy else self._only[self._side]
         terminations, truncations = buffers.terminated.copy(), buffers.truncated.copy()
         np.logical_or(terminations, truncations, out=self.ended)
         infos = {}

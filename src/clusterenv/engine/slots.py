@@ -139,14 +139,14 @@ class Slots:
 
     def __init__(self, mode: AutoresetMode) -> None:
         self.mode = mode
-        self._records: dict[int, Slot] = {}
+        self.records: dict[int, Slot] = {}
 
     def __bool__(self) -> bool:
         """Whether any slot is not live."""
-        return bool(self._records)
+        return bool(self.records)
 
     def env(self, slot: int) -> Env:
-        record = self._records.get(slot)
+        record = self.records.get(slot)
         return Env.LIVE if record is None else record.env
 
     def is_gone(self, slot: int) -> bool:
@@ -154,17 +154,17 @@ class Slots:
         return self.env(slot) not in (Env.LIVE, Env.HELD)
 
     def gone(self) -> list[int]:
-        return sorted(slot for slot in self._records if self.is_gone(slot))
+        return sorted(slot for slot in self.records if self.is_gone(slot))
 
     def due_times(self) -> Iterable[float]:
-        return (record.not_before_s for record in self._records.values() if record.env is Env.DUE)
+        return (record.not_before_s for record in self.records.values() if record.env is Env.DUE)
 
     def late(self, now_s: float, limit_s: float) -> list[int]:
         """Return the slots that have been without an environment for longer than `limit_s`."""
-        return [slot for slot in self.gone() if now_s - self._records[slot].since_s > limit_s]
+        return [slot for slot in self.gone() if now_s - self.records[slot].since_s > limit_s]
 
     def _record(self, slot: int) -> Slot:
-        return self._records.setdefault(slot, Slot(slot))
+        return self.records.setdefault(slot, Slot(slot))
 
     # -- losses -----------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class Slots:
     def step(self, slot: int) -> Asked | None:
         """The user steps it. None: it is live, and its worker is asked; otherwise its row needs no worker, or (neither
         loss nor first row) comes with its next incarnation."""
-        record = self._records.get(slot)
+        record = self.records.get(slot)
         if record is None:
             return None
         if record.loss is not None and self.mode is not SAME_STEP:
@@ -229,7 +229,7 @@ class Slots:
     def reset(self, slot: int) -> bool:
         """The user resets it: a loss that was not reported is forgotten. Returns whether it is live, and its worker is
         asked; otherwise its row comes with its next incarnation."""
-        record = self._records.get(slot)
+        record = self.records.get(slot)
         if record is None:
             return True
         record.loss = None
@@ -241,7 +241,7 @@ class Slots:
 
     def start_fragment(self, slot: int) -> bool:
         """A fragment begins with it. Returns whether its first row is to become the observation to go on from."""
-        record = self._records.get(slot)
+        record = self.records.get(slot)
         if record is None:
             return False
         if record.env is Env.HELD:
@@ -252,7 +252,7 @@ class Slots:
 
     def bring_back(self, slot: int) -> None:
         """Somebody waits for this slot: rebuild it as soon as its backoff allows."""
-        record = self._records[slot]
+        record = self.records[slot]
         if record.env in (Env.LOST, Env.DOWN):
             record.move(Env.DUE, "asked for")
 
@@ -260,7 +260,7 @@ class Slots:
 
     def due(self, slots: list[int], now_s: float) -> list[int]:
         """Return those of `slots` that are to be rebuilt now."""
-        found = (self._records.get(slot) for slot in slots)
+        found = (self.records.get(slot) for slot in slots)
         return [r.number for r in found if r is not None and r.env is Env.DUE and r.not_before_s <= now_s]
 
     def rebuild(self, slots: list[int]) -> None:
@@ -269,17 +269,17 @@ class Slots:
 
     def rebuilt(self, slot: int) -> Loss | None:
         """It is live again, and its first row awaited. Returns the loss that this row is to report."""
-        record = self._records[slot]
+        record = self.records[slot]
         loss = record.loss
         self._live(record, "rebuilt")
         return loss
 
     def hold(self, slot: int, columns: Columns) -> None:
         """It is made anew, and nobody has asked for its first row."""
-        record = self._records[slot]
+        record = self.records[slot]
         record.columns = columns
         record.move(Env.HELD, "rebuilt")
 
     def _live(self, record: Slot, why: str) -> None:
         record.move(Env.LIVE, why)
-        del self._records[record.number]
+        del self.records[record.number]

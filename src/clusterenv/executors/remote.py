@@ -11,12 +11,10 @@ import mmap
 import os
 import time
 import zlib
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import msgspec
-from gymnasium.vector import AutoresetMode
 
-from clusterenv.cluster.checks import check_fragment, check_missing
 from clusterenv.cluster.head import Head
 from clusterenv.cluster.roster import Seated, Unseated
 from clusterenv.code.missing import missing_package
@@ -25,12 +23,17 @@ from clusterenv.engine.inputs import Cause, Exit, Placed, Stack, WeightsHeld, We
 from clusterenv.engine.requests import Request
 from clusterenv.engine.weights import Transfer
 from clusterenv.errors import PolicyError, ProtocolError, SpecError, StartError, UsageError
-from clusterenv.events import emit, emit_output
-from clusterenv.memory.fragments import Arena, ArenaLayout
+from clusterenv.events import emit
+from clusterenv.executors.contract import Nodes, Printed, Processes, is_plain
+from clusterenv.executors.open_requests import OpenRequests
+from clusterenv.executors.output import OutputLog
+from clusterenv.memory.fragments import ArenaLayout
+from clusterenv.memory.progress import PHASES
 from clusterenv.memory.rows import Buffers, Layout
-from clusterenv.memory.transfer import Block, read_inputs, write_fragment, write_rows
+from clusterenv.memory.transfer import read_inputs
 from clusterenv.spec import Blueprint
-from clusterenv.wire.channel import encode, encode_named, plain
+from clusterenv.system import interrupts
+from clusterenv.wire.channel import encode, encode_named
 from clusterenv.wire.messages import (
     Answer,
     Code,
@@ -41,7 +44,6 @@ from clusterenv.wire.messages import (
     Kill,
     Lacks,
     Offer,
-    Output,
     Pull,
     Ring,
     Rows,
@@ -51,38 +53,25 @@ from clusterenv.wire.messages import (
     Tell,
     TraceStack,
 )
-from clusterenv.wire.requests import Built, Close, FragmentResult, LoadWeights, Rebuild, Reply, Reset, RunFragment, Step
+from clusterenv.wire.requests import Close, LoadWeights, Rebuild, Reset, RunFragment, Step
+from clusterenv.worker.setup import WorkerConfig
 
 __all__ = ["RemoteCrew", "inputs_of", "tell_of"]
 
-_TAKE_S = 0.25
+_STEP_S = 0.25
+"""How long a whole step is awaited before hangs are looked for."""
 _SCHEDULER_S = 3.0
 """What a scheduler gets on top of `close`'s timeout: 8 s of the 10 that a user waits at most."""
-_OVERHEAD = 64 << 20
-"""Bytes that an answer may have beside its rows: infos, recorded frames."""
-
-
-class _Asked(NamedTuple):
-    """What an answer brings along."""
-
-    brings: str
-    side: int
-    num_steps: int
-
-
-_ROWS = _Asked("rows", 0, 0)
 
 
 def tell_of(message: Any, seat: int, worker: int, slots: list[int]) -> Tell:
-    """How a message to a worker with these slots travels, and what its answer brings."""
+    """How a message to a worker with these slots travels, and whose sides (and actions) go with it."""
     request = getattr(message, "request", None) or 0
     if isinstance(message, (Step, Reset, Rebuild)):
         actions = isinstance(message, Step) and message.actions is None and message.act is None
-        return Tell(seat, worker, request, tuple(message.slots), "rows", 0, 0, actions)
-    if isinstance(message, RunFragment):
-        return Tell(seat, worker, request, tuple(slots), "fragment", message.side, message.num_steps, False)
+        return Tell(seat, worker, request, tuple(message.slots), actions)
     weights = message.number if isinstance(message, LoadWeights) else 0
-    return Tell(seat, worker, request, (), "nothing", 0, 0, False, weights)
+    return Tell(seat, worker, request, tuple(slots) if isinstance(message, RunFragment) else (), False, weights)
 
 
 def inputs_of(tell: Tell, buffers: Buffers | None) -> list[bytes]:
@@ -97,20 +86,13 @@ def _pulled(pull: Pull, sent: int, now: float) -> WeightsSent | WeightsHeld | We
 
 
 class RemoteCrew:
-    is_inline = False
-
     def __init__(
         self,
         head: Head,
         blueprint: Blueprint,
         slots_of: list[list[int]],
         seat_of: list[int],
-        mode: AutoresetMode | None,
-        check: bool,
-        *,
-        threads: int | None = 1,
-        preload: tuple[str, ...] = (),
-        other: Literal["refuse", "repr"] = "refuse",
+        config: WorkerConfig,
         stop: Any = None,
     ) -> None:
         self._head = head
@@ -128,11 +110,11 @@ class RemoteCrew:
                 tuple((w, tuple(slots_of[w])) for w in workers),
                 blueprint.num_envs,
                 entry if isinstance(entry, str) else None,
-                mode.value if mode else None,
-                check,
-                threads,
-                preload,
-                other,
+                config.mode.value if config.mode else None,
+                config.check,
+                config.threads,
+                config.preload,
+                config.plain or "refuse",
                 blueprint.is_named,
                 tuple(package.wanted for package in blueprint.packages),
             )
@@ -144,17 +126,24 @@ class RemoteCrew:
         self._hosted: set[int] = set()
         self._may_lack: set[int] = set()  # may still ask for packages: once after each `Host`
         self._running: set[int] = set()
-        self._asked: dict[tuple[int, int], _Asked] = {}  # by (worker, request); what is not here is not listened to
-        self._rung_at: dict[int, int] = {}  # seat → the whole step that it was asked for
+        self._requests = OpenRequests(slots_of, self._workers, blueprint.is_vector, head.inbox.open_bytes)
         self._summed = (b"", 0)  # weights, and their checksum
-        self._buffers: Buffers | None = None
-        self._blocks: list[Block] = []  # per seat
-        self._arena: Arena | None = None
         self._layouts: list[tuple[Any, bytes]] = []
         self._events: list[tuple[int, Any]] = []
+        self._output = OutputLog(slots_of)
+        interrupts.environments_opened(self)
         head.seat_events.clear()  # those before this moment are in `_seated`
+        head.expect_workers(seat_of, len(PHASES))
 
     # -- starting ---------------------------------------------------------------------------------------------
+
+    @property
+    def processes(self) -> Processes:
+        return self
+
+    @property
+    def nodes(self) -> Nodes:
+        return self
 
     def can_start(self, index: int) -> bool:
         return self._seat_of[index] in self._seated
@@ -174,17 +163,12 @@ class RemoteCrew:
         self._running.add(index)
 
     def allocate(self, layout: Layout) -> bytearray:
-        memory = bytearray(layout.size)
-        self._buffers = Buffers(layout, memory)
-        slots = [[slot for worker in workers for slot in self._slots_of[worker]] for workers in self._workers]
-        self._blocks = [Block(self._buffers, its) for its in slots]
+        memory = self._requests.allocate(layout)
         self._announce(Rows, layout)
         return memory
 
     def allocate_arena(self, layout: ArenaLayout) -> mmap.mmap:
-        memory = mmap.mmap(-1, layout.size)
-        self._arena = Arena(layout, memory)
-        self._head.message_limit = layout.side_bytes + _OVERHEAD
+        memory = self._requests.allocate_arena(layout)
         self._announce(Fragments, layout)
         return memory
 
@@ -219,64 +203,70 @@ class RemoteCrew:
             return  # its `Exit` was handed out already, and settles what was asked of it
         if isinstance(message, Close):
             return  # a node closes its seats itself
+        if request is not None:
+            self._requests.open(request)
         tell = tell_of(message, seat, index, self._slots_of[index])
-        if tell.request:
-            self._asked[index, tell.request] = _Asked(tell.brings, tell.side, tell.num_steps)
-        self._head.send(seat, tell, [body, *inputs_of(tell, self._buffers)])
+        self._head.send(seat, tell, [body, *inputs_of(tell, self._requests.buffers)])
 
-    def ring(self, request: int) -> None:
+    def _ring(self, request: int) -> None:
         for seat in self._hosted & self._seated:
-            self._rung_at[seat] = request
-            for worker in self._running.intersection(self._workers[seat]):
-                self._asked[worker, request] = _ROWS
-            self._head.send(seat, Ring(seat, request), [self._blocks[seat].read_inputs()])
+            self._requests.open_step(seat, request, self._running)
+            self._head.send(seat, Ring(seat, request), [self._requests.read_inputs(seat)])
 
-    def take(self, index: int) -> list[Any]:
-        deadline = time.monotonic() + _TAKE_S
-        while self.is_running(index) and not any(worker == index for worker, _ in self._events):
+    def step_all(self, number: int) -> tuple[int, list[tuple[int, Any]]] | None:
+        """Have every worker step all its slots; see the contract. Where anything is unusual, `poll` has all of it."""
+        self._ring(number)
+        workers = len(self._seat_of)
+        deadline = time.monotonic() + _STEP_S
+        while len(self._events) < workers and not interrupts.STATE.pending:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                break
+                return 0, []
             self._collect(left_s)
-        mine = [message for worker, message in self._events if worker == index and not isinstance(message, Exit)]
-        self._events = [event for event in self._events if event[0] != index or isinstance(event[1], Exit)]
-        return mine
+        events = self._events
+        if len(events) != workers or not all(is_plain(message, number) for _, message in events):
+            return 0, []
+        self._events = []
+        heard = [event for event in events if event[1] != number]
+        return (workers, heard) if heard else None
 
-    def wait(self, timeout_s: float) -> list[tuple[int, Any]]:
+    def poll(self, timeout_s: float) -> list[tuple[int, Any]]:
         if not self._events:
             self._collect(timeout_s)
         events, self._events = self._events, []
         return events
-
-    @property
-    def _rows(self) -> Buffers:
-        assert self._buffers is not None
-        return self._buffers
 
     def _collect(self, timeout_s: float) -> None:
         self._head.pump(timeout_s)
         inbox, seats = self._head.inbox, self._head.seat_events
         while self._head.pulls:  # before the answers of workers that waited for weights
             self._events.append((-1, _pulled(*self._head.pulls.popleft())))
-        while inbox:
-            seat, message, frames = inbox.popleft()
+        while (said := inbox.next()) is not None:
+            seat, message, frames = said
             if seat in self._seated:
+                if isinstance(message, Failed):
+                    self._failed(seat, message)
+                    continue
                 try:
                     self._open(seat, message, frames)
-                except ProtocolError as error:
-                    node = self._head.roster.holder(seat)
-                    if node is not None:
-                        self._head.node_gone(node, f"it broke the protocol: {error}")
+                except Exception as error:  # whatever a message leads to here ends its sender, never the head
+                    self._head.seat_broke(seat, error)
+        if self._head.output:
+            self._show_output()
         if self._head.leaving:
             self._release()
         while seats:
             self._seat_changed(seats.popleft())
 
+    def _show_output(self) -> None:
+        for output in self._head.take_output():
+            if output.worker in self._workers[output.seat]:
+                self._output.log(output.worker, Printed(output.text, output.dropped))
+
     def _release(self) -> None:
         """Seats that are to change hands do so where no fragment is under way, nor a call. A step that is under way is
         lost, as the next one would be."""
-        busy = {self._seat_of[worker] for (worker, _), asked in self._asked.items() if asked.brings != "rows"}
-        for seat in self._head.leaving - busy:
+        for seat in self._head.leaving - self._requests.busy_seats():
             self._head.release(seat)
 
     def _seat_changed(self, change: Seated | Unseated) -> None:
@@ -297,22 +287,24 @@ class RemoteCrew:
 
     def _open(self, seat: int, message: Any, frames: list[Any]) -> None:
         if isinstance(message, Rung):
-            self._rung(seat, message, frames)
-        elif isinstance(message, Failed):
-            self._failed(seat, message)
+            self._heard(seat, self._requests.take_step(seat, message, frames), frames)
         elif isinstance(message, Lacks):
             self._send_code(seat, set(message.packages))
         elif message.worker not in self._workers[seat]:
             raise ProtocolError(f"worker {message.worker} is not of seat {seat}")
         elif isinstance(message, Answer):
-            self._answer(message, frames)
+            self._heard(seat, self._requests.take(message, frames), frames)
         elif isinstance(message, Exited):
             if message.worker in self._running:
                 self._exited(message.worker, message.reason, message.tail)
-        elif isinstance(message, Output):
-            self._print(message)
         elif isinstance(message, StackTrace):
             self._events.append((message.worker, Stack(message.text)))
+
+    def _heard(self, seat: int, replies: list[tuple[int, Any]] | None, frames: list[Any]) -> None:
+        if replies is None:  # said twice, or of another time
+            self._head.answered_nothing(seat, sum(map(len, frames)))
+        else:
+            self._events += replies
 
     def _failed(self, seat: int, failed: Failed) -> None:
         """Go on without the node that cannot run this seat; raise where too few others are left."""
@@ -346,71 +338,11 @@ class RemoteCrew:
                 )
         self._head.send(seat, Code(seat), [pack(packages)])
 
-    def _rung(self, seat: int, rung: Rung, frames: list[Any]) -> None:
-        if self._rung_at.pop(seat, -1) != rung.request:
-            return  # said twice, or of another time
-        workers = self._workers[seat]
-        for worker in workers:
-            if self._asked.pop((worker, rung.request), None) is None:
-                raise ProtocolError(f"a whole step of seat {seat}, whose worker {worker} had ended before")
-        if len(frames) != 1 + len(rung.workers):
-            raise ProtocolError("a whole step with frames missing")
-        self._blocks[seat].write_rows(frames[0])
-        bodies = dict(zip(rung.workers, frames[1:], strict=True))
-        for worker in workers:
-            said: Any = rung.request
-            if worker in bodies:
-                said = self._reply(bodies[worker], rung.request, worker)
-            self._events.append((worker, said))
-
-    def _answer(self, answer: Answer, frames: list[Any]) -> None:
-        worker, request = answer.worker, answer.request
-        if not frames or not set(answer.slots) <= set(self._slots_of[worker]):
-            raise ProtocolError(f"an answer of worker {worker} about slots that it does not have")
-        asked = self._asked.get((worker, request))
-        if asked is None:
-            return  # said twice, or of another time
-        if answer.last:
-            del self._asked[worker, request]
-        if len(frames) != 1 if asked.brings == "nothing" else len(frames) < 2:
-            raise ProtocolError(f"an answer of worker {worker} with {len(frames)} frames")
-        if asked.brings == "fragment":
-            slots, arena = self._slots_of[worker], self._arena
-            assert arena is not None
-            write_fragment(arena.sides[asked.side], slice(slots[0], slots[-1] + 1), asked.num_steps, frames[1:])
-        elif asked.brings == "rows":
-            write_rows(self._rows, answer.slots, frames[1])
-        reply = self._reply(frames[0], request, worker) if len(frames[0]) else request
-        if asked.brings == "fragment":
-            if not isinstance(reply, Reply) or not isinstance(reply.result, FragmentResult):
-                raise ProtocolError(f"worker {worker} answered a request for a fragment without its result")
-            check_fragment(reply.result, asked.num_steps, len(self._slots_of[worker]), self._rows.layout.obs)
-            check_missing(reply.infos)
-        self._events.append((worker, reply))
-
-    def _reply(self, body: Any, request: int, worker: int) -> Any:
-        reply = plain().unpack(body)
-        if not isinstance(reply, (Reply, Built)) or reply.request != request:
-            raise ProtocolError("an answer that is none to what was asked")
-        own = self._slots_of[worker]
-        told = [*getattr(reply, "slots", ()), *(fault.slot for fault in reply.faults if fault.slot >= 0)]
-        if not all(slot in own for slot in told):
-            raise ProtocolError(f"an answer of worker {worker} about slots that it does not have")
-        return reply
-
     def _exited(self, worker: int, reason: str, tail: str, cause: Cause = Cause.CRASHED) -> None:
         self._running.discard(worker)
-        self._asked = {key: asked for key, asked in self._asked.items() if key[0] != worker}
+        self._requests.exited(worker)
         self._head.progress.pop(worker, None)
         self._events.append((worker, Exit(reason, tail, cause)))
-
-    def _print(self, output: Output) -> None:
-        slots = self._slots_of[output.worker]
-        for line in output.text.split("\n"):
-            mark, _, rest = line.removeprefix("\x00").partition("\x00")
-            known = line.startswith("\x00") and mark.isdecimal()
-            where = f"slot {mark}" if known else f"slots {slots[0]}-{slots[-1]}"
-            emit_output(f"[{where}] {rest if line.startswith(chr(0)) else line}")
 
     # -- watching and ending ----------------------------------------------------------------------------------
 
@@ -419,7 +351,7 @@ class RemoteCrew:
         return (-1, 0, 0) if known is None else known[1:]
 
     def stats(self) -> dict[str, Any]:
-        return self._head.stats()
+        return {**self._head.stats(), "output_lines_dropped": list(self._output.dropped)}
 
     def scale(self, nodes: int) -> None:
         most = len(self._workers)
@@ -456,9 +388,11 @@ class RemoteCrew:
         if os.getpid() != self._owner:
             return  # a fork of the head: the nodes are the parent's
         deadline = time.monotonic() + timeout_s + _SCHEDULER_S
-        self._buffers = self._arena = None
-        self._blocks = []
-        if self._stop is not None:
-            self._stop(deadline)  # the head as well
-        else:
-            self._head.close()
+        self._requests.free()
+        try:
+            if self._stop is not None:
+                self._stop(deadline)  # the head as well
+            else:
+                self._head.close()
+        finally:
+            interrupts.environments_closed(self)

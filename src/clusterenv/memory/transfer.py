@@ -12,14 +12,17 @@ from typing import Any
 import numpy as np
 
 from clusterenv.errors import ProtocolError
-from clusterenv.memory.fragments import Side
-from clusterenv.memory.rows import Buffers
+from clusterenv.memory.fragments import ArenaLayout, Side
+from clusterenv.memory.rows import Buffers, Layout
 
 __all__ = [
     "Block",
+    "check_rows",
+    "fragment_sizes",
     "read_fragment",
     "read_inputs",
     "read_rows",
+    "row_bytes",
     "write_fragment",
     "write_inputs",
     "write_rows",
@@ -59,6 +62,29 @@ def write_rows(buffers: Buffers, slots: Sequence[int], data: Any) -> None:
         raise ProtocolError(f"rows of {len(slots)} slots are {end} bytes, not {len(data)}")
 
 
+def row_bytes(layout: Layout) -> int:
+    """Return the bytes of one slot's row as it travels: reward, two flags, pace, observation."""
+    fixed = [leaf for leaf in layout.obs if leaf.dtype is not None]
+    return 18 + sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in fixed)
+
+
+def check_rows(each: int, count: int, data: Any) -> None:
+    """Raise ProtocolError unless these can be the rows of so many slots, of `each` bytes."""
+    if len(data) != each * count:
+        raise ProtocolError(f"rows of {count} slots are {each * count} bytes, not {len(data)}")
+    if bytes(data[8 * count : 10 * count]).strip(b"\0\1"):  # numpy trusts a bool to be 0 or 1
+        raise ProtocolError("rows whose flags are neither 0 nor 1")
+
+
+def fragment_sizes(layout: ArenaLayout, columns: int, num_steps: int) -> list[int]:
+    """Return the bytes of each array of so many columns and steps, in the order of `read_fragment`."""
+    sizes = []
+    for shape, dtype in layout.arrays():
+        steps = num_steps + shape[0] - layout.num_steps  # one more for observations
+        sizes.append(steps * columns * math.prod(shape[2:]) * np.dtype(dtype).itemsize)
+    return sizes
+
+
 class Block:
     """The rows of consecutive slots, for a step of all of them: the same bytes as those functions', found once."""
 
@@ -66,6 +92,7 @@ class Block:
         self._buffers, self._slots = buffers, slots
         rows = slice(slots[0], slots[-1] + 1)
         assert rows.stop - rows.start == len(slots)
+        self._row_bytes = row_bytes(buffers.layout)
         self._side = _bytes(buffers.side[rows])
         self._inputs = [self._side, *(_bytes(array[rows]) for array in buffers.actions)]
         plain = [buffers.reward, buffers.terminated, buffers.truncated, buffers.pace_s]
@@ -86,6 +113,7 @@ class Block:
         return read_rows(self._buffers, self._slots) if views is None else b"".join(views)
 
     def write_rows(self, data: Any) -> None:
+        check_rows(self._row_bytes, len(self._slots), data)
         views = self._outputs.get(self._side.tobytes())
         if views is None:
             write_rows(self._buffers, self._slots, data)

@@ -28,6 +28,7 @@ from clusterenv.code.packages import compare
 from clusterenv.errors import ProtocolError, StartError
 from clusterenv.events import emit
 from clusterenv.node.dialling import Unreachable, resolve
+from clusterenv.node.output import OutputLimit
 from clusterenv.node.shard import Seat
 from clusterenv.node.weight_store import WeightStore
 from clusterenv.spec import Delivered
@@ -50,6 +51,7 @@ from clusterenv.wire.messages import (
     Lacks,
     Leave,
     Offer,
+    Output,
     Refused,
     Ring,
     Rows,
@@ -121,6 +123,7 @@ class Agent:
         self._reader = node_reader()
         self._poller = zmq.Poller()
         self._next_beat = 0.0
+        self._output = OutputLimit()
         self._leaving: float | None = None  # since when
         self._has_said_bye = False
         self._exit: int | None = None
@@ -229,6 +232,8 @@ class Agent:
             self._socket = None
 
     def _say(self, message: Any, payload: Sequence[Any] = ()) -> None:
+        if isinstance(message, Output) and not self._output.passes(message, time.monotonic()):
+            return
         if self._socket is not None:
             is_large = sum(map(len, payload)) > PIECE_LEAST
             # On a slow link a large piece takes so long that this node would be taken for dead meanwhile.

@@ -15,14 +15,15 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.engine.inputs import Exit, Stack
 from clusterenv.errors import ClusterEnvError
-from clusterenv.executors.processes import ProcessCrew
+from clusterenv.executors.contract import Printed
+from clusterenv.executors.worker_processes import WorkerProcesses
 from clusterenv.memory.fragments import Arena, ArenaLayout
 from clusterenv.memory.rows import Buffers, Layout
 from clusterenv.memory.transfer import Block, read_fragment, read_rows, write_inputs
 from clusterenv.node.weight_store import WeightStore
 from clusterenv.spec import Blueprint, Delivered
 from clusterenv.system.cpus import cpu_limit
-from clusterenv.wire.channel import Raw
+from clusterenv.wire.channel import Brings, Raw
 from clusterenv.wire.messages import (
     Answer,
     Exited,
@@ -34,6 +35,7 @@ from clusterenv.wire.messages import (
     StackTrace,
     Tell,
 )
+from clusterenv.worker.setup import WorkerConfig
 
 __all__ = ["Seat"]
 
@@ -41,13 +43,6 @@ _SPIN_S = 2e-3
 """How long a worker waits awake for its next request: a way to the head and back, and not much more."""
 
 Send = Callable[[Any, Sequence[Any]], None]
-
-
-class _Ticket(NamedTuple):
-    brings: str
-    slots: tuple[int, ...]
-    side: int
-    num_steps: int
 
 
 class Seat:
@@ -67,21 +62,11 @@ class Seat:
             delivered=delivered,
         )
         mode = AutoresetMode(host.mode) if host.mode else None
-        self._crew = ProcessCrew(
-            blueprint,
-            len(host.workers),
-            mode,
-            host.check,
-            host.threads,
-            _SPIN_S if len(host.workers) <= cpu_limit() else 0.0,
-            [list(slots) for _, slots in host.workers],
-            host.preload,
-            on_output=self._output,
-            plain=host.other,
-            weights_fd=weights.descriptor,
-        )
+        spin_s = _SPIN_S if len(host.workers) <= cpu_limit() else 0.0
+        config = WorkerConfig(mode, host.check, host.threads, host.preload, host.other, spin_s)
+        self._crew = WorkerProcesses(blueprint, len(host.workers), config, weights.descriptor)
         self._weights = weights
-        self._tickets: dict[tuple[int, int], _Ticket] = {}
+        self._busy: dict[int, set[int]] = {worker: set() for worker in self._global}  # requests with rows, not answered
         self._ringing: dict[int, Any] = {}  # worker → None, or its answer
         self._ring = -1
         self._waiting: deque[tuple[Tell | Ring, list[Any]]] = deque()  # behind weights that are still to come
@@ -94,7 +79,7 @@ class Seat:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._tickets or self._ringing)
+        return any(self._busy.values()) or bool(self._ringing)
 
     # -- what the head says -----------------------------------------------------------------------------------
 
@@ -139,11 +124,10 @@ class Seat:
                 self._do_ring(message, frames)
 
     def _do_tell(self, tell: Tell, frames: list[Any]) -> None:
-        if tell.brings != "nothing":
+        if tell.slots:
             assert self._buffers is not None
             write_inputs(self._buffers, tell.slots, tell.actions, frames[1])
-            ticket = _Ticket(tell.brings, self._slots[tell.worker], tell.side, tell.num_steps)
-            self._tickets[tell.worker, tell.request] = ticket
+            self._busy[tell.worker].add(tell.request)
         self._crew.forward(self._local[tell.worker], bytes(frames[0]))
 
     def _do_ring(self, ring: Ring, frames: list[Any]) -> None:
@@ -160,7 +144,7 @@ class Seat:
     def take(self) -> None:
         """Hand on whatever workers have said."""
         try:
-            events = self._crew.wait(0.0)
+            events = self._crew.poll(0.0)
         except ClusterEnvError as error:
             self._send(Failed(self.number, str(error)), ())
             return
@@ -168,7 +152,7 @@ class Seat:
             worker = self._global[local]
             if isinstance(message, Exit):
                 self._flush_ring()
-                self._tickets = {key: ticket for key, ticket in self._tickets.items() if key[0] != worker}
+                self._busy[worker].clear()
                 self._waiting = deque(
                     entry for entry in self._waiting if not isinstance(entry[0], Tell) or entry[0].worker != worker
                 )
@@ -176,6 +160,8 @@ class Seat:
                 self._send(Exited(self.number, worker, message.reason, message.tail), ())
             elif isinstance(message, Stack):
                 self._send(StackTrace(self.number, worker, message.text), ())
+            elif isinstance(message, Printed):
+                self._send(Output(self.number, worker, message.text, message.dropped), ())
             else:
                 self._heard(worker, message)
 
@@ -191,18 +177,16 @@ class Seat:
     def _answer(self, worker: int, message: int | Raw) -> None:
         if isinstance(message, int):
             message = Raw(message, True, self._slots[worker], b"")
-        ticket = self._tickets.get((worker, message.request))
+        if message.last:
+            self._busy[worker].discard(message.request)
         frames: list[Any] = [message.body]
-        if ticket is not None:
-            if message.last:
-                del self._tickets[worker, message.request]
-            if ticket.brings == "rows":
-                assert self._buffers is not None
-                frames.append(read_rows(self._buffers, message.slots))
-            else:
-                assert self._arena is not None
-                columns = slice(ticket.slots[0], ticket.slots[-1] + 1)
-                frames += read_fragment(self._arena.sides[ticket.side], columns, ticket.num_steps)
+        if message.brings is Brings.ROWS:
+            assert self._buffers is not None
+            frames.append(read_rows(self._buffers, message.slots))
+        elif message.brings is Brings.FRAGMENT:
+            assert self._arena is not None
+            columns = slice(self._slots[worker][0], self._slots[worker][-1] + 1)
+            frames += read_fragment(self._arena.sides[message.side], columns, message.num_steps)
         self._send(Answer(self.number, worker, message.request, message.last, message.slots), frames)
 
     def _send_ring(self) -> None:
@@ -217,12 +201,9 @@ class Seat:
         """A worker is gone, before or in the middle of a whole step: the others' rows go one by one."""
         ringing, self._ringing = self._ringing, {}
         for worker, message in ringing.items():
-            self._tickets[worker, self._ring] = _Ticket("rows", self._slots[worker], 0, 0)
+            self._busy[worker].add(self._ring)
             if message is not None:
                 self._answer(worker, message)
-
-    def _output(self, local: int, text: str) -> None:
-        self._send(Output(self.number, self._global[local], text), ())
 
     # -- the rest ---------------------------------------------------------------------------------------------
 

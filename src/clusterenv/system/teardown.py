@@ -15,6 +15,8 @@ import time
 import traceback
 from collections.abc import Callable
 
+from clusterenv.system.interrupts import restore_handler
+
 __all__ = ["OwnThread", "Teardown", "current_exception"]
 
 
@@ -46,13 +48,10 @@ class Teardown:
         self._owner = os.getpid()
         self._once = threading.Lock()  # taken by whoever does it, and never released
         self._done = threading.Event()
+        self.has_begun = False
         self._num_waiting = 0
         self._error: BaseException | None = None
         _PENDING.append(self)
-
-    @property
-    def has_begun(self) -> bool:
-        return self._once.locked()
 
     def __call__(self) -> None:
         """Begin, unless it has begun, and wait for its end. An interrupt ends the wait only. Raises what it raised."""
@@ -65,6 +64,7 @@ class Teardown:
                 self._done.wait(self._timeout_s)
         finally:
             self._num_waiting -= 1
+            restore_handler()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -97,6 +97,7 @@ class Teardown:
     def _run(self) -> None:
         if not self._once.acquire(blocking=False):
             return
+        self.has_begun = True
         try:
             self._action()
         except BaseException as error:

@@ -18,6 +18,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from clusterenv.errors import StartError
+from clusterenv.system.interrupts import uninterrupted
 from clusterenv.transport.keys import KeyPair
 
 __all__ = ["Arrived", "HeadSocket", "Link", "NodeSocket"]
@@ -30,6 +31,10 @@ _ACKED, _BUSY_US, _TCP_INFO = 120, 168, 176
 _ENOUGH = 1 << 16
 """Acknowledged bytes that tell how fast a link is."""
 
+
+_WAITING = 4096
+"""Messages of one connection that may wait to be read; then its sender waits. Far more than a node says while the head
+is held up for minutes: while it may send nothing, it seems dead."""
 
 Link = tuple[int, int]
 """A connection: its descriptor, and how many had the same one before. Numbers of descriptors come again."""
@@ -65,7 +70,7 @@ class HeadSocket:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, frame_limit)
         socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, _WAITING)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
         socket.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(dead_after_s * 250)))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(dead_after_s * 1000))
@@ -149,6 +154,7 @@ class HeadSocket:
             else:
                 self._ended.append((descriptor, self._accepted.get(descriptor, 0)))
 
+    @uninterrupted  # the frames of a message that is broken off would become part of the next one
     def send(self, route: bytes, frames: Sequence[Any]) -> bool:
         """False where nobody is there any more."""
         try:
@@ -156,6 +162,16 @@ class HeadSocket:
         except zmq.ZMQError:
             return False
         return True
+
+    def cut(self, link: Link) -> None:
+        """End this connection: ROUTER sockets cannot, and whoever floods the head does not stop by itself."""
+        self._watch()
+        descriptor, number = link
+        if link in self._ended or self._accepted.get(descriptor, 0) != number:
+            return  # it has ended, and the number may be that of something else by now
+        with contextlib.suppress(OSError), tcp.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family in (tcp.AF_INET, tcp.AF_INET6):
+                connection.shutdown(tcp.SHUT_RDWR)
 
     def _answer_handshakes(self) -> None:
         while True:

@@ -39,6 +39,17 @@ class ActionReader:
 
         Spaces without a fixed size have no such arrays: their actions are returned, one per slot.
         """
+        if (  # the hot path, for one Discrete space: two reductions tell whether all is well
+            slots is None
+            and self._discrete is not None
+            and actions.__class__ is np.ndarray
+            and actions.shape == (self._num_envs,)
+            and actions.dtype == self._discrete
+            and np.minimum.reduce(actions) >= self._low
+            and np.maximum.reduce(actions) < self._high
+        ):
+            shared[0][...] = actions
+            return None
         if not self._are_shared:
             return self.objects(actions, list(range(self._num_envs)) if slots is None else slots)
         for target, array in zip(shared, self.arrays(actions, slots), strict=True):
@@ -75,8 +86,6 @@ class ActionReader:
 
     def arrays(self, actions: Any, slots: list[int] | None) -> list[Any]:
         """One array [n, ...] per leaf."""
-        if slots is None and actions.__class__ is np.ndarray and self._is_plainly_right(actions):
-            return [actions]
         n = self._num_envs if slots is None else len(slots)
         try:
             values = [actions] if not self._leaves[0].path else list(flatten(self._space, actions))
@@ -88,16 +97,6 @@ class ActionReader:
             self._array(value, leaf, bounds, n, slots)
             for value, leaf, bounds in zip(values, self._leaves, self._bounds, strict=True)
         ]
-
-    def _is_plainly_right(self, actions: Any) -> bool:
-        """The hot path, for one Discrete space: two reductions tell whether all is well."""
-        return bool(
-            self._discrete is not None
-            and actions.shape == (self._num_envs,)
-            and actions.dtype == self._discrete
-            and np.minimum.reduce(actions) >= self._low
-            and np.maximum.reduce(actions) < self._high
-        )
 
     def _array(self, value: Any, leaf: Leaf, bounds: tuple[Any, Any] | None, n: int, slots: list[int] | None) -> Any:
         try:

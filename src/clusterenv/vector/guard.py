@@ -19,8 +19,9 @@ class CallGuard:
 
     def __init__(self, pool: Pool, teardown: Teardown) -> None:
         self._pool = pool
+        self._rows, self._fragments = pool.rows, pool.collecting.fragments
         self._teardown = teardown  # begins when the environments are closed
-        self._may_end = pool.mode is AutoresetMode.DISABLED
+        self.may_end = pool.mode is AutoresetMode.DISABLED
         self.was_reset = False
         self.is_interrupted = False
         """A step or reset is under way, or ended by an exception: its rows are unknown."""
@@ -29,18 +30,26 @@ class CallGuard:
 
     @property
     def phase(self) -> Phase:
-        pool = self._pool
         if self.is_interrupted:
             return Phase.INTERRUPTED
         if not self.was_reset:
             return Phase.NEW
-        mode = pool.collecting.fragments.mode
+        mode = self._fragments.mode
         if mode is not Mode.IDLE:
             return Phase.STREAMING if mode is Mode.STREAM else Phase.COLLECTING
-        return Phase.PARTIAL if pool.rows.is_in_flight else Phase.IDLE
+        return Phase.PARTIAL if self._rows.is_in_flight else Phase.IDLE
 
     def check(self, call: str) -> None:
         """Raise where this call makes no sense now."""
+        if (  # the hot path: nothing is under way, and everything but recv() is allowed
+            self.was_reset
+            and not self.is_interrupted
+            and not self._rows.sent
+            and self._fragments.mode is Mode.IDLE
+            and not self._teardown.has_begun
+            and call != "recv"
+        ):
+            return
         self.check_open(call)
         phase = self.phase
         text = refusal(call, phase)
@@ -65,7 +74,7 @@ class CallGuard:
 
     def check_not_ended(self, slots: list[int] | None) -> None:
         """Raise where a slot (None: any) would be stepped past the end of its episode."""
-        if not self._may_end:
+        if not self.may_end:
             return
         ended = self._pool.rows.ended if slots is None else self._pool.rows.ended[slots]
         if ended.any():

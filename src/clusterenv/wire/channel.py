@@ -8,6 +8,7 @@ node's workers, which go on to the head as plain data (`Raw`).
 
 from __future__ import annotations
 
+import enum
 import pickle
 import struct
 from collections.abc import Callable
@@ -50,8 +51,10 @@ from clusterenv.wire.requests import (
 from clusterenv.wire.spaces import DescribedSpace, portable
 
 __all__ = [
+    "Brings",
     "FrameReader",
     "Raw",
+    "brings_of",
     "encode",
     "encode_named",
     "encode_plain",
@@ -65,7 +68,15 @@ __all__ = [
 _HEAD = struct.Struct("<IB")
 _QUICK = struct.Struct("<IBI")
 _PICKLED, _NUMBER, _PLAIN, _FRAGMENT, _WEIGHTS = range(5)
-_RAW = struct.Struct("<IBH")
+_RAW = struct.Struct("<IBBIII")
+
+
+class Brings(enum.IntEnum):
+    """What lies in shared memory beside an answer, and travels with it."""
+
+    NOTHING = 0
+    ROWS = 1
+    FRAGMENT = 2
 
 
 class Raw(NamedTuple):
@@ -75,13 +86,25 @@ class Raw(NamedTuple):
     last: bool
     slots: tuple[int, ...]
     body: bytes
+    brings: Brings = Brings.ROWS
+    side: int = 0
+    num_steps: int = 0
 
 
-def encode_plain(message: Any, other: Literal["refuse", "repr"] = "refuse") -> bytes:
+def brings_of(message: Any) -> tuple[Brings, int, int]:
+    """Return what the answers to this request bring, on which side, and of how many steps."""
+    if isinstance(message, RunFragment):
+        return Brings.FRAGMENT, message.side, message.num_steps
+    return (Brings.ROWS if isinstance(message, (int, Step, Reset, Rebuild)) else Brings.NOTHING), 0, 0
+
+
+def encode_plain(
+    message: Any, other: Literal["refuse", "repr"] = "refuse", brings: tuple[Brings, int, int] = (Brings.ROWS, 0, 0)
+) -> bytes:
     """An answer for the network: no pickle. NotPlainError where it holds what is not plain data."""
     body: bytes = plain().pack(message, other)
     slots = getattr(message, "slots", ())
-    head = _RAW.pack(message.request, getattr(message, "last", True), len(slots))
+    head = _RAW.pack(message.request, getattr(message, "last", True), *brings, len(slots))
     body = head + struct.pack(f"<{len(slots)}I", *slots) + body
     return _HEAD.pack(len(body) + 1, _PLAIN) + body
 
@@ -199,30 +222,32 @@ def encode_quick(request: int) -> bytes:
 
 
 def _raw(body: bytes) -> Raw:
-    request, last, count = _RAW.unpack_from(body)
+    request, last, brings, side, num_steps, count = _RAW.unpack_from(body)
     end = _RAW.size + 4 * count
-    return Raw(request, bool(last), struct.unpack_from(f"<{count}I", body, _RAW.size), body[end:])
+    slots = struct.unpack_from(f"<{count}I", body, _RAW.size)
+    return Raw(request, bool(last), slots, body[end:], Brings(brings), side, num_steps)
 
 
 class FrameReader:
     """Bytes in, messages out: an int for a quick frame, else the message."""
 
     def __init__(self, open_plain: Callable[[bytes], Any] | None = None, allow_pickle: bool = True) -> None:
-        self._buffer = bytearray()
+        self.buffer = bytearray()
+        """The beginning of a frame that is not complete yet."""
         self._open_plain = open_plain or _raw
         self._allow_pickle = allow_pickle
 
     def feed(self, data: bytes | memoryview) -> list[Any]:
-        if len(data) == 9 and not self._buffer and data[4] == _NUMBER:
+        if len(data) == 9 and not self.buffer and data[4] == _NUMBER:
             return [_QUICK.unpack(data)[2]]
-        self._buffer += data
+        self.buffer += data
         messages: list[Any] = []
         start = 0
-        while len(self._buffer) - start >= 5:
-            length, kind = _HEAD.unpack_from(self._buffer, start)
-            if len(self._buffer) - start < 4 + length:
+        while len(self.buffer) - start >= 5:
+            length, kind = _HEAD.unpack_from(self.buffer, start)
+            if len(self.buffer) - start < 4 + length:
                 break
-            body = bytes(memoryview(self._buffer)[start + 5 : start + 4 + length])
+            body = bytes(memoryview(self.buffer)[start + 5 : start + 4 + length])
             if kind == _NUMBER:
                 messages.append(struct.unpack("<I", body)[0])
             elif kind == _PLAIN:
@@ -235,5 +260,5 @@ class FrameReader:
                 raise ProtocolError("a pickled request, where none is taken")
             start += 4 + length
         if start:
-            del self._buffer[:start]
+            del self.buffer[:start]
         return messages

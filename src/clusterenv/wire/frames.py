@@ -18,7 +18,7 @@ import msgspec
 from clusterenv.errors import ProtocolError
 from clusterenv.wire.messages import FromHead, FromNode
 
-__all__ = ["CHUNK", "FRAME_LIMIT", "PIECE_LEAST", "Reader", "head_reader", "node_reader", "to_wire"]
+__all__ = ["CHUNK", "CONTROL_LIMIT", "FRAME_LIMIT", "PIECE_LEAST", "Reader", "head_reader", "node_reader", "to_wire"]
 
 CHUNK = 1 << 19
 PIECE_LEAST = 1 << 16
@@ -27,11 +27,15 @@ PIECE_LEAST = 1 << 16
 FRAME_LIMIT = CHUNK + (1 << 16)
 """Larger frames are refused by the socket."""
 
+CONTROL_LIMIT = 1 << 20
+"""Bytes of the largest message that nobody asked for."""
+
 _PREFIX = struct.Struct("<BQ")  # whole or piece, session
 _PIECE = struct.Struct("<BQIIQ")  # .., index, count, total
 _PART, _WHOLE = 1, 2  # 0 was whole in protocols 1 and 2, whose sizes were wider
-_SMALL_LIMIT = 16 << 20
 _INLINE = 1 << 16
+_HEADER_LIMIT = 4 << 20
+"""Bytes of the largest header that a head reads: decoded, it may take many times as much memory."""
 _HEADER = 1024
 _MAX_PARTS = 4096
 
@@ -60,14 +64,17 @@ class Reader(Generic[M]):
 
     def __init__(self, types: Any) -> None:
         self._decode = msgspec.msgpack.Decoder(types).decode
-        self.limit = _SMALL_LIMIT
-        """Bytes of the largest message that makes sense now."""
+        self.limit = CONTROL_LIMIT
+        """Bytes of the largest message that makes sense now, in pieces or whole."""
+        self.header_limit = _HEADER_LIMIT
         self._pieces: list[Any] = []
 
     def read(self, frames: Sequence[Any]) -> tuple[int, M, list[Any]] | None:
         """(session, message, payload); None while more pieces have to come."""
         first = frames[0] if frames else b""
         if len(first) >= _PREFIX.size and first[0] == _WHOLE and len(frames) <= _MAX_PARTS:
+            if len(frames) > 1:
+                self._check_total(sum(map(len, frames)))
             parts = _cut(memoryview(first)[_PREFIX.size :], "I", frames[1:])
             return _PREFIX.unpack_from(first)[1], self._header(parts[0]), parts[1:]
         if len(frames) == 2 and len(first) == _PIECE.size and first[0] == _PART:
@@ -76,9 +83,7 @@ class Reader(Generic[M]):
 
     def _join(self, prefix: bytes, piece: Any) -> tuple[int, M, list[Any]] | None:
         _, session, index, count, total = _PIECE.unpack(prefix)
-        if total > self.limit:
-            self._pieces = []
-            raise ProtocolError(f"a message of {total} bytes, where {self.limit} is the most that makes sense")
+        self._check_total(total)
         size = len(self._pieces[0]) if self._pieces else len(piece)
         fits = min(total, PIECE_LEAST) <= size <= CHUNK and count == -(-total // size) if size else False
         if index != len(self._pieces) or not fits or len(piece) != min(size, total - index * size):
@@ -91,11 +96,18 @@ class Reader(Generic[M]):
         parts = _cut(body, "Q")
         return session, self._header(parts[0]), parts[1:]
 
+    def _check_total(self, total: int) -> None:
+        if total > self.limit:
+            self._pieces = []
+            raise ProtocolError(f"a message of {total} bytes, where {self.limit} is the most that makes sense")
+
     def _header(self, data: Any) -> M:
+        if len(data) > self.header_limit:
+            raise ProtocolError(f"a header of {len(data)} bytes")
         try:
             message: M = self._decode(data)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"a header that is none: {error}") from None
+            raise ProtocolError(f"a header that cannot be read: {error}") from None
         return message
 
 
@@ -129,5 +141,5 @@ def head_reader() -> Reader[FromNode]:
 def node_reader() -> Reader[FromHead]:
     """What a node reads; its head may send any amount."""
     reader: Reader[FromHead] = Reader(FromHead)
-    reader.limit = 1 << 62
+    reader.limit = reader.header_limit = 1 << 62
     return reader

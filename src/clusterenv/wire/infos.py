@@ -119,7 +119,10 @@ def _place_mixed(key: str, rows: list[int], values: list[Any], size: int) -> Any
             except OverflowError:
                 pass
         elif all(isinstance(v, np.ndarray) and v.shape == values[0].shape for v in values):
-            return _place(rows, values, size, np.result_type(*{v.dtype for v in values}))
+            try:
+                return _place(rows, values, size, np.result_type(*{v.dtype for v in values}))
+            except TypeError:  # dates and numbers, say, have no dtype in common
+                pass
     out = np.full(size, None, dtype=object)
     for row, value in zip(rows, values, strict=True):
         out[row] = value

@@ -86,7 +86,7 @@ class Lacks(_Message):
 
 
 class Answer(_Message):
-    """What a worker answered; frames: its plain data (none after a quick reply), and the rows that belong to it."""
+    """What a worker answered, or a part of it; frames: its plain data (none after a quick reply), then its rows."""
 
     seat: int
     worker: int
@@ -116,6 +116,8 @@ class Output(_Message):
     seat: int
     worker: int
     text: str
+    dropped: int = 0
+    """Lines before these that the node dropped."""
 
 
 class StackTrace(_Message):
@@ -210,9 +212,7 @@ class Tell(_Message):
     worker: int
     request: int
     slots: tuple[int, ...]
-    brings: Literal["nothing", "rows", "fragment"]
-    side: int
-    num_steps: int
+    """Whose sides (and actions) come along."""
     actions: bool
     weights: int = 0
     """It is about these weights, and waits for them where they are still to come."""

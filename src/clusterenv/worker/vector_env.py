@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from clusterenv.memory.progress import CALL, INIT, RESET, STEP
 from clusterenv.memory.rows import Buffers, assemble, bad_rows, flatten
 from clusterenv.spec import Vector
-from clusterenv.wire.infos import Column, Columns
+from clusterenv.wire.infos import Column, Columns, select
 from clusterenv.wire.requests import Build, Built, Call, Fault, Rebuild, Reply, Reset, SetAttr, Step, Sticky
 from clusterenv.worker.faults import Caught, describe
 from clusterenv.worker.single_env import close_env
@@ -141,8 +141,11 @@ class VectorGroup:
             self._buffers.truncated[request.slots] = False
             self._refuse_bad(side)
         except Caught as error:
-            return Reply(request.request, self._slots, faults=self._faults(phase, error))
-        return Reply(request.request, request.slots, self._columns(infos) if infos else None)
+            return Reply(request.request, request.slots, faults=self._faults(phase, error))
+        columns = self._columns(infos) if infos else None
+        if columns and len(request.slots) < len(self._slots):
+            columns = select(columns, {slot: slot for slot in request.slots})
+        return Reply(request.request, request.slots, columns or None)
 
     def call(self, request: Call | SetAttr) -> Reply:
         venv: Any = self._venv

@@ -1,0 +1,41 @@
+"""How much may be said unasked: beats, output, pulls. Pure: the clock comes in.
+
+The head ends a node that says more; a node keeps its workers' output well below.
+"""
+
+from __future__ import annotations
+
+__all__ = ["MESSAGE_BYTES", "Flow"]
+
+MESSAGE_BYTES = 1024
+"""What any message costs beside its bytes: reading it takes time, however small it is."""
+
+
+class Flow:
+    """A rate with a burst.
+
+    Args:
+        rate: bytes per second.
+        burst: bytes that may come at once.
+    """
+
+    def __init__(self, rate: float = 4 << 20, burst: float = 16 << 20) -> None:
+        self._rate, self._burst = rate, burst
+        self._left = burst
+        self._at = 0.0
+
+    def spend(self, size: int, now: float, read_all_at: float = 0.0) -> bool:
+        """Return whether a message of this size is within the rate.
+
+        What has come since `read_all_at`, when nothing was left to be read, may have waited: a reader that was held up
+        for long finds much at once.
+        """
+        if self._at < read_all_at <= now:
+            self._left = min(self._left + self._rate * (read_all_at - self._at), self._burst)
+            self._at = read_all_at
+        self._left += self._rate * (now - self._at)
+        self._at = now
+        if self._left < size + MESSAGE_BYTES:
+            return False
+        self._left -= size + MESSAGE_BYTES
+        return True

@@ -1,0 +1,71 @@
+"""What nodes said and the caller has not read yet: never more than they were asked for, and a little. Pure.
+
+Filled by whichever thread listens, read by the caller's; the executor says how much its open requests may bring.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from clusterenv.cluster.flow import MESSAGE_BYTES
+from clusterenv.errors import ProtocolError
+from clusterenv.wire.frames import CONTROL_LIMIT
+from clusterenv.wire.messages import Rung
+
+__all__ = ["Inbox", "size_of"]
+
+
+class Inbox:
+    def __init__(self, seats: int) -> None:
+        self._messages: deque[tuple[int, Any, list[Any]]] = deque()
+        self.open_bytes = [0] * seats
+        """Per seat: how many bytes the answers to its open requests may have."""
+        self._late_bytes: dict[int, int] = {}
+        # Two counters per seat instead of one: each is written by one thread only.
+        self._put_bytes = [0] * seats
+        self._read_bytes = [0] * seats
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def limit(self, node: int, seats: Iterable[int]) -> int:
+        """Return how large a message of a node with these seats may be: as all its answers together."""
+        return CONTROL_LIMIT + self._late_bytes.get(node, 0) + sum(self.open_bytes[seat] for seat in seats)
+
+    def put(self, message: Any, frames: list[Any]) -> None:
+        """Keep a message for the caller; ProtocolError where it is more than was asked for."""
+        seat, size = message.seat, size_of(message, frames)
+        waiting = self._put_bytes[seat] - self._read_bytes[seat] + size
+        if waiting > CONTROL_LIMIT:
+            most = self.open_bytes[seat] + 2 * CONTROL_LIMIT
+            if waiting > most:
+                raise ProtocolError(f"{waiting} bytes that are not read yet, where {most} are the most that make sense")
+        self._put_bytes[seat] += size
+        self._messages.append((seat, message, frames))
+
+    def next(self) -> tuple[int, Any, list[Any]] | None:
+        """Return the oldest message: (seat, message, frames)."""
+        if not self._messages:
+            return None
+        seat, message, frames = self._messages.popleft()
+        self._read_bytes[seat] += size_of(message, frames)
+        return seat, message, frames
+
+    def left(self, node: int, seat: int) -> None:
+        """This node has to leave a seat: answers may be under way, and are still received."""
+        self._late_bytes[node] = max(self._late_bytes.get(node, 0), self.open_bytes[seat])
+
+    def joined(self, node: int) -> None:
+        """A new session of this node begins: nothing of an old one is under way."""
+        self._late_bytes.pop(node, None)
+
+
+def size_of(message: Any, frames: Sequence[Any]) -> int:
+    """Return about how much memory a message takes."""
+    size = MESSAGE_BYTES + sum(map(len, frames))
+    if not isinstance(message, Rung):
+        for name in ("text", "reason", "tail", "slots", "progress"):
+            size += len(getattr(message, name, ()))
+    return size

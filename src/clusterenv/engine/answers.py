@@ -1,0 +1,343 @@
+"""Check the answers of nodes, completely, before anything of them is used. Pure.
+
+`check` gets a request, what is known of its worker, and an answer as it arrived; it returns the reply, or raises
+ProtocolError. It writes nothing: rows and fragments are written by the executor after it, and `record` notes in the
+request what has come. Executors of this machine do not come here: they trust their own workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from clusterenv.engine.fragment_answers import check_fragment, check_missing
+from clusterenv.engine.requests import Kind, Request
+from clusterenv.errors import ProtocolError
+from clusterenv.memory.fragments import ArenaLayout
+from clusterenv.memory.progress import PHASES
+from clusterenv.memory.rows import Layout
+from clusterenv.memory.transfer import check_rows, fragment_sizes, row_bytes
+from clusterenv.wire.channel import plain
+from clusterenv.wire.infos import Column
+from clusterenv.wire.parts import BESIDE_BYTES, RECORD_BYTES, RESULT_BYTES, join
+from clusterenv.wire.requests import (
+    Acted,
+    Built,
+    Call,
+    Episode,
+    Evaluate,
+    Fault,
+    FragmentResult,
+    Reply,
+    SetAttr,
+    Step,
+)
+
+__all__ = ["Known", "check", "check_step", "limit_bytes", "record"]
+
+_LONGEST_TEXT = 1 << 20
+_PHASES = frozenset((*PHASES, "policy", "evaluate"))
+
+
+class Known(NamedTuple):
+    """What the answers of a worker are checked against, beside the request."""
+
+    slots: list[int]
+    rows: Layout | None = None
+    fragments: ArenaLayout | None = None
+    is_vector: bool = False
+    """Its environments fail together."""
+
+    @property
+    def num_objects(self) -> int:
+        """How many leaves of an observation have no place in shared memory."""
+        return sum(leaf.dtype is None for leaf in self.rows.obs) if self.rows is not None else 0
+
+
+def limit_bytes(request: Request, known: Known) -> int:
+    """Return how many bytes all answers to this request may have together."""
+    if request.brings == "rows":
+        assert known.rows is not None
+        return 3 * row_bytes(known.rows) * len(request.slots) + BESIDE_BYTES
+    if request.brings == "fragment":
+        assert known.fragments is not None
+        return 3 * sum(fragment_sizes(known.fragments, len(known.slots), request.num_steps)) + BESIDE_BYTES
+    message = request.message
+    if isinstance(message, Evaluate):
+        return BESIDE_BYTES + RECORD_BYTES * sum(number < message.record for number in message.episodes)
+    if isinstance(message, Call):
+        return BESIDE_BYTES + RESULT_BYTES * len(request.slots)
+    return BESIDE_BYTES
+
+
+def check(request: Request, known: Known, slots: Sequence[int], last: bool, frames: Sequence[Any]) -> Any:
+    """Return the reply in these frames: a `Reply` or `Built`, or the request's number where there are only rows.
+
+    Args:
+        slots, last: what the header of the answer says: whose rows these are, and whether more will follow.
+    """
+    try:
+        return _check(request, known, slots, last, frames)
+    except ProtocolError:
+        raise
+    except Exception as error:  # whatever a lie leads to here is the node's fault
+        raise ProtocolError(f"an answer that cannot be checked: {type(error).__name__}: {error}") from None
+
+
+def check_step(request: Request, known: Known, body: Any) -> Any:
+    """Return what a worker says beside its rows of a whole step, whose bytes are checked by whoever writes them."""
+    try:
+        if not len(body):
+            return _check_plain_rows(request, known, request.slots, True)
+        return _check_reply(request, known, request.slots, True, [body])
+    except ProtocolError:
+        raise
+    except Exception as error:  # as above
+        raise ProtocolError(f"an answer that cannot be checked: {type(error).__name__}: {error}") from None
+
+
+def record(request: Request, slots: Iterable[int], reply: Any, size: int) -> Any:
+    """Note in the request what has come; returns what is to be handed on, None for a part of a call's results."""
+    request.received_bytes += size
+    request.remaining.difference_update(slots)
+    if request.kind is not Kind.CALL or not isinstance(reply.result, list):
+        return reply
+    join(request.parts, reply.result)
+    return reply._replace(result=request.parts) if reply.last else None
+
+
+def _check(request: Request, known: Known, slots: Sequence[int], last: bool, frames: Sequence[Any]) -> Any:
+    size = sum(map(len, frames))
+    limit = limit_bytes(request, known)
+    _need(request.received_bytes + size <= limit, f"{request.received_bytes + size} bytes, where {limit} are the most")
+    _need(bool(frames), "no frames")
+    _check_frames(request, known, slots, frames)
+    if request.brings == "rows":
+        _need(all(a < b for a, b in pairwise(slots)), "slots that do not ascend")
+        _need(request.remaining.issuperset(slots), f"rows of slots {list(slots)}, which are not awaited")
+    if not len(frames[0]):
+        return _check_plain_rows(request, known, slots, last)
+    return _check_reply(request, known, slots, last, frames)
+
+
+def _check_reply(request: Request, known: Known, slots: Sequence[int], last: bool, frames: Sequence[Any]) -> Any:
+    reply = plain().unpack(frames[0])
+    if request.kind is Kind.BUILD and isinstance(reply, Built):
+        _check_built(request, known, reply)
+        return reply
+    _need(isinstance(reply, Reply), f"a {type(reply).__name__} instead of a reply")
+    _need(_is_int(reply.request) and reply.request == request.number, "the number of another request")
+    _need(reply.last is last and isinstance(reply.slots, list), "a header that differs from its content")
+    _need(all(map(_is_int, reply.slots)) and reply.slots == list(slots), "a header that differs from its content")
+    _check_faults(request, known, reply)
+    if request.brings == "rows":
+        _check_row_reply(request, known, reply)
+    elif request.kind is Kind.FRAGMENT:
+        _check_fragment_reply(request, known, reply, frames[1:])
+    else:
+        _need(not reply.slots and reply.infos is None and reply.objects is None, "rows that nobody asked for")
+        _check_result(request, known, reply)
+    return reply
+
+
+def _check_frames(request: Request, known: Known, slots: Sequence[int], frames: Sequence[Any]) -> None:
+    """Compare the number of frames and their sizes with the layout."""
+    if request.brings == "rows":
+        _need(len(frames) == 2 and known.rows is not None, f"{len(frames)} frames, where 2 belong")
+        assert known.rows is not None
+        check_rows(row_bytes(known.rows), len(slots), frames[1])
+    elif request.brings == "fragment":
+        assert known.fragments is not None
+        sizes = fragment_sizes(known.fragments, len(known.slots), request.num_steps)
+        _need([len(frame) for frame in frames[1:]] == sizes, "arrays that do not have the sizes of the layout")
+    else:
+        _need(len(frames) == 1, f"{len(frames)} frames, where 1 belongs")
+
+
+def _check_plain_rows(request: Request, known: Known, slots: Sequence[int], last: bool) -> int:
+    """Check an answer without plain data: rows of a whole step, with nothing to tell of them."""
+    _need(request.brings == "rows" and request.message is None, "no content")
+    _need(not known.num_objects, "no observations of spaces without a fixed size")
+    _need(last and request.remaining == set(slots), "some rows of a whole step")
+    return request.number
+
+
+# -- rows -------------------------------------------------------------------------------------------------------
+
+
+def _check_row_reply(request: Request, known: Known, reply: Reply) -> None:
+    acts = isinstance(request.message, Step) and request.message.act is not None
+    if acts and isinstance(reply.result, FragmentResult):  # the policy failed, and nothing was stepped
+        untouched = request.remaining == set(request.slots) and not reply.slots and reply.last
+        _need(untouched and not reply.faults, "rows beside a policy that failed")
+        _check_policy_error(reply.result)
+        return
+    _need(bool(reply.slots), "no rows")
+    _need(reply.last is (len(request.remaining) == len(reply.slots)), "an end that does not come with the last row")
+    failed = {fault.slot for fault in reply.faults}
+    good = [slot for slot in reply.slots if slot not in failed]
+    if reply.infos is not None:
+        _check_columns(reply.infos, set(good))
+    _check_objects(reply.objects, good, known.num_objects)
+    if acts and reply.last:
+        _check_acted(reply.result, request.slots, known.rows)
+    else:
+        _need(reply.result is None, "a result that nobody asked for")
+
+
+def _check_columns(columns: Any, rows: set[int]) -> None:
+    """Check info columns, nested ones too: each about some of these rows, with a value for each."""
+    _need(isinstance(columns, dict), "infos that are no columns")
+    for column in columns.values():
+        _need(isinstance(column, Column) and isinstance(column.rows, list), "infos that are no columns")
+        own = column.rows
+        _need(all(map(_is_int, own)) and rows.issuperset(own), "infos of other slots")
+        _need(all(a < b for a, b in pairwise(own)), "infos whose slots do not ascend")
+        values = column.values
+        if column.kind == "dict":
+            _check_columns(values, set(own))
+        elif column.kind == "object":
+            _need(isinstance(values, list) and len(values) == len(own), "infos of another length")
+        elif column.kind in ("number", "array"):
+            fits = isinstance(values, np.ndarray) and values.ndim > 0 and len(values) == len(own)
+            _need(fits, "infos of another length")
+            if column.kind == "number":
+                of_type = isinstance(column.type, type) and np.dtype(column.type).type is values.dtype.type
+                _need(values.ndim == 1 and of_type, "infos of another type")
+        else:
+            _need(False, "infos of an unknown kind")
+
+
+def _check_objects(objects: Any, good: list[int], leaves: int) -> None:
+    """Check values that have no place in shared memory: all leaves of each row, where the space has such leaves."""
+    if not leaves:
+        _need(objects is None, "objects that nobody asked for")
+        return
+    _need(isinstance(objects, list) or (objects is None and not good), "no observations")
+    for entry in objects or ():
+        _need(isinstance(entry, (tuple, list)) and len(entry) == 2, "objects that are no pairs")
+        _need(_is_int(entry[0]) and isinstance(entry[1], list) and len(entry[1]) == leaves, "objects of another length")
+    _need(sorted(entry[0] for entry in objects or ()) == good, "objects of other slots")
+
+
+def _check_acted(acted: Any, slots: list[int], layout: Layout | None) -> None:
+    _need(isinstance(acted, Acted), "no actions")
+    _need(isinstance(acted.slots, list) and acted.slots == slots, "actions of other slots")
+    assert layout is not None
+    leaf = layout.actions[0]
+    actions, logprobs = acted.actions, acted.logprobs
+    _need(isinstance(actions, np.ndarray) and actions.shape == (len(slots), *leaf.shape), "actions of another shape")
+    _need(actions.dtype.kind in "biuf", "actions of another type")
+    fits = isinstance(logprobs, np.ndarray) and logprobs.shape == (len(slots),) and logprobs.dtype.kind == "f"
+    _need(fits, "log-probabilities of another shape")
+    _need(_is_int(acted.version) and -1 <= acted.version < 1 << 62, "an unknown version")
+
+
+# -- everything else --------------------------------------------------------------------------------------------
+
+
+def _check_fragment_reply(request: Request, known: Known, reply: Reply, arrays: Sequence[Any]) -> None:
+    result = reply.result
+    _need(isinstance(result, FragmentResult), "no result of the fragment")
+    _need(reply.last and reply.objects is None, "parts of a fragment")
+    if not reply.slots:  # there was no policy
+        _need(not reply.faults and reply.infos is None, "rows beside a policy that failed")
+        _check_policy_error(result)
+        return
+    _need(reply.slots == known.slots, "a fragment of other slots")
+    check_missing(reply.infos)
+    assert known.fragments is not None
+    check_fragment(result, request, len(known.slots), known.fragments.obs, arrays)
+
+
+def _check_policy_error(result: FragmentResult) -> None:
+    error = result.policy_error
+    texts = isinstance(error, (tuple, list)) and len(error) == 2 and all(map(_is_text, error))
+    _need(texts and result.num_steps == 0 and result.not_sent == "", "a policy that failed without an error")
+
+
+def _check_result(request: Request, known: Known, reply: Reply) -> None:
+    """Check the answer to a call, to an evaluation, or to what a worker is told of its policy."""
+    message, result = request.message, reply.result
+    if request.kind is not Kind.CALL:
+        _need(reply.last, "parts of an answer that has none")
+        if isinstance(result, FragmentResult) and request.kind is Kind.POLICY:
+            _check_policy_error(result)
+        else:
+            _need(result is None, "a result that nobody asked for")
+            _need(request.kind is not Kind.BUILD or bool(reply.faults), "no environments")
+        return
+    if reply.faults:
+        _need(reply.last and result is None, "results beside a fault")
+        return
+    _need(isinstance(result, list), "no results")
+    if isinstance(message, Evaluate):
+        _check_episodes(message, [*request.parts], result, reply.last)
+    elif not known.is_vector:
+        count = 0 if isinstance(message, SetAttr) else len(request.slots)
+        so_far = len(request.parts) + len(result)
+        _need(so_far == count if reply.last else so_far < count, f"{so_far} results, where {count} belong")
+
+
+def _check_episodes(message: Evaluate, so_far: list[Any], part: list[Any], last: bool) -> None:
+    for episode in part:
+        _need(isinstance(episode, Episode) and _is_int(episode.number), "results that are no episodes")
+        fits = isinstance(episode.total, float) and _is_int(episode.length) and 0 <= episode.length < 1 << 62
+        _need(fits and episode.number in message.episodes, "episodes that nobody asked for")
+        frames = isinstance(episode.frames, list) if episode.number < message.record else episode.frames is None
+        _need(frames, "frames that nobody asked for")
+    join(so_far, part)
+    numbers = [episode.number for episode in so_far]
+    _need(len(set(numbers)) == len(numbers), "an episode twice")
+    if last:
+        _need(sorted(numbers) == sorted(message.episodes), "fewer episodes")
+        for episode in so_far:
+            _need(episode.frames is None or len(episode.frames) == episode.length + 1, "another number of frames")
+
+
+def _check_built(request: Request, known: Known, built: Built) -> None:
+    _need(_is_int(built.request) and built.request == request.number, "the number of another request")
+    _check_faults(request, known, built)
+    _need(isinstance(built.metadata, dict), "metadata that is none")
+    _need(built.render_mode is None or _is_text(built.render_mode), "a render mode that is none")
+    _need(isinstance(built.others, list), "spaces that are none")
+    spaces = [built.observation_space, built.action_space]
+    for slot, *its in built.others:
+        _need(_is_int(slot) and slot in known.slots and len(its) == 2, "spaces of other slots")
+        spaces += its
+    for space in spaces:
+        _need(not isinstance(space, np.ndarray), "spaces that are none")  # those do not compare
+
+
+def _check_faults(request: Request, known: Known, reply: Reply | Built) -> None:
+    _need(isinstance(reply.faults, list) and len(reply.faults) <= len(known.slots), "faults that are none")
+    own: list[int] = known.slots
+    if request.brings == "rows" and not known.is_vector:
+        own = getattr(reply, "slots", [])
+    elif request.kind in (Kind.CALL, Kind.BUILD):
+        own = [-1, *known.slots]
+    elif request.kind is Kind.POLICY:
+        own = []
+    for fault in reply.faults:
+        _need(isinstance(fault, Fault) and _is_int(fault.slot) and fault.slot in own, "faults of other slots")
+        _need(isinstance(fault.phase, str) and fault.phase in _PHASES, "a fault in an unknown phase")
+        _need(_is_text(fault.error) and _is_text(fault.traceback), "a fault without a text")
+        numbers = [fault.incarnation, fault.step, 0 if fault.seed is None else fault.seed]
+        _need(all(map(_is_int, numbers)), "a fault without its place")
+    _need(len({fault.slot for fault in reply.faults}) == len(reply.faults), "a fault twice")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST_TEXT
+
+
+def _need(holds: bool, what: str) -> None:
+    if not holds:
+        raise ProtocolError(f"an answer with {what}")

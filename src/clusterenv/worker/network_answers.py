@@ -1,0 +1,159 @@
+"""A worker's answers as they travel to a head on another machine: plain data, in parts, within what the head takes.
+
+Called by the worker's loop: `begin` with each request, `send` with its answers. What cannot travel becomes a fault of
+the environment that returned it, or is left out and named.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from clusterenv.errors import NotPlainError
+from clusterenv.memory.fragments import ArenaLayout
+from clusterenv.memory.rows import Layout
+from clusterenv.memory.transfer import fragment_sizes, row_bytes
+from clusterenv.wire.channel import (
+    brings_of,
+    encode_plain,
+    encode_quick,
+    plain,
+    with_plain_infos,
+    with_portable_spaces,
+)
+from clusterenv.wire.parts import BESIDE_BYTES, RECORD_BYTES, RESULT_BYTES, size_of, split
+from clusterenv.wire.requests import (
+    Attach,
+    Built,
+    Episode,
+    Evaluate,
+    Fault,
+    FragmentResult,
+    MapArena,
+    Reply,
+    RunFragment,
+)
+
+__all__ = ["NetworkAnswers"]
+
+_LONGEST_TEXT = 100_000
+
+
+class NetworkAnswers:
+    """
+    Args:
+        other: what to do with values that are not plain data.
+    """
+
+    def __init__(self, channel: socket.socket, other: Literal["refuse", "repr"]) -> None:
+        self._channel = channel
+        self._other: Literal["refuse", "repr"] = other
+        self._request: Any = None
+        self._rows: Layout | None = None
+        self._fragments: ArenaLayout | None = None
+
+    def begin(self, request: Any) -> None:
+        """What is sent from now on answers this request."""
+        self._request = request
+        if isinstance(request, Attach):
+            self._rows = request.layout
+        elif isinstance(request, MapArena):
+            self._fragments = request.layout
+
+    def send(self, reply: Any) -> None:
+        if isinstance(reply, int):
+            self._channel.sendall(encode_quick(reply))
+            return
+        for data in self._encoded(reply):
+            self._channel.sendall(data)
+
+    def _encoded(self, reply: Reply | Built) -> Iterator[bytes]:
+        brings = brings_of(self._request)
+        reply = _shortened(reply)
+        if isinstance(reply, Reply):
+            reply = self._within_limits(reply)
+            for part in split(reply):
+                try:
+                    data = encode_plain(part, self._other, brings)
+                except NotPlainError as error:
+                    yield encode_plain(self._without(reply, f"{error}"), self._other, brings)
+                    return
+                if not isinstance(part.result, list) and len(data) > self._limit(reply):
+                    text = f"its infos take {len(data)} bytes, and {self._limit(reply)} are the most that travel"
+                    yield encode_plain(self._without(reply, text), self._other, brings)
+                    return
+                yield data
+            return
+        try:
+            yield encode_plain(with_portable_spaces(reply), self._other, brings)
+        except NotPlainError as error:
+            yield encode_plain(Reply(reply.request, [], faults=[_fault(-1, f"{error}")]), brings=brings)
+
+    def _limit(self, reply: Reply) -> int:
+        """Return how many bytes may come beside the rows of an answer."""
+        if isinstance(self._request, RunFragment) and self._fragments is not None:
+            sizes = fragment_sizes(self._fragments, len(reply.slots), self._request.num_steps)
+            return BESIDE_BYTES + 2 * sum(sizes)
+        return BESIDE_BYTES + (0 if self._rows is None else 2 * row_bytes(self._rows) * len(reply.slots))
+
+    def _within_limits(self, reply: Reply) -> Reply:
+        """Replace results of a call that are too large by a fault."""
+        for item in reply.result if isinstance(reply.result, list) else ():
+            most = RECORD_BYTES if isinstance(item, Episode) else RESULT_BYTES
+            size = size_of(item)
+            if size > most - (1 << 20):
+                what = f"the frames of episode {item.number} take" if isinstance(item, Episode) else "a result takes"
+                phase = "evaluate" if isinstance(self._request, Evaluate) else "call"
+                fault = _fault(-1, f"{what} {size} bytes, and {most} are the most that travel", phase)
+                return Reply(reply.request, [], faults=[fault])
+        return reply
+
+    def _without(self, reply: Reply, why: str) -> Reply:
+        """Return the answer without what cannot travel.
+
+        A fragment's rows are there and in order; the head must get them, or it would wait for them for ever. Otherwise
+        it is the fault of whatever environment returned it; which one is in the path that the error names.
+        """
+        if isinstance(reply.result, FragmentResult):
+            result = with_plain_infos(reply.result)
+            if not result.not_sent:  # too large, then
+                episodes: list[Any] = [(*episode[:4], {}) for episode in result.episodes]
+                result = result._replace(infos={}, episodes=episodes, not_sent=why[:900])
+            return reply._replace(result=result)
+        if not reply.slots:
+            return Reply(reply.request, [], faults=[_fault(-1, why)])
+        known = {fault.slot for fault in reply.faults}
+        failed = [slot for slot in reply.slots if slot not in known][:1]
+        objects = [entry for entry in reply.objects or () if entry[0] not in failed]
+        if objects and not _is_plain(objects):
+            failed = [slot for slot in reply.slots if slot not in known]
+            objects = []
+        faults = [*reply.faults, *(_fault(slot, why) for slot in failed)]
+        return reply._replace(infos=None, objects=objects or None, faults=faults)
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        return len(plain().pack(value)) < BESIDE_BYTES
+    except NotPlainError:
+        return False
+
+
+def _fault(slot: int, text: str, phase: str = "step") -> Fault:
+    return Fault(slot, phase, text, "", None, 0, 0)
+
+
+def _shortened(reply: Any) -> Any:
+    """Return the answer with faults whose texts are not longer than the head takes: an error may show whole arrays."""
+    if all(len(fault.error) <= _LONGEST_TEXT and len(fault.traceback) <= _LONGEST_TEXT for fault in reply.faults):
+        return reply
+    faults = [
+        fault._replace(error=_clipped(fault.error), traceback=_clipped(fault.traceback)) for fault in reply.faults
+    ]
+    return reply._replace(faults=faults)
+
+
+def _clipped(text: str) -> str:
+    half = _LONGEST_TEXT // 2
+    return text if len(text) <= _LONGEST_TEXT else f"{text[: half - 100]}\n[...]\n{text[-half + 100 :]}"
