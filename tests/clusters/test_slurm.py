@@ -153,7 +153,8 @@ def test_script_on_the_command_line(capsys):
     assert "#SBATCH --partition=cpu\nmodule load x\nexec " in capsys.readouterr().out
     assert main(["script", "slurm", "folder=/keys", "wrap=conda run -n x", "python=python3"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "exec conda run -n x python3 -m clusterenv node --join /keys/clusterenv-RUN/node-0.key"
+    agent = "python3 -m clusterenv node --join /keys/clusterenv-RUN/node-0.key --lease-s 300 --grace-s 30"
+    assert last == f"exec conda run -n x {agent}"
     assert main(["script", "slurm", "partitoin=cpu"]) == 2
     assert "partitoin" in capsys.readouterr().err
 
