@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-
 from clusterenv.backends.agents import AgentProcesses
+
 from clusterenv.backends.cluster import Plan
 from clusterenv.backends.remote import Remote
 from clusterenv.node.agent import Agent
