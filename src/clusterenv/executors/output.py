@@ -38,4 +38,4 @@ class OutputLog:
             emit_output(f"[{everyone}] ({printed.dropped} lines dropped: more was printed than could be passed on)")
         for line in printed.text.split("\n") if printed.text else ():
             slot, text = read_mark(line)
-            emit_output(f"[{everyone if slot is None else f'slot {slot}'}] {text}")
+            emit_output(f"[{f'slot {slot}' if slot in slots else everyone}] {text}")
