@@ -17,9 +17,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from clusterenv.backends.agents import AgentProcesses
-from clusterenv.backends.cluster import Plan
-from clusterenv.backends.remote import Remote
+from clusterenv.backends.contract import Plan
+from clusterenv.backends.loopback import AgentProcesses, Loopback
 from clusterenv.node.agent import Agent
 from clusterenv.transport.keys import await_joining
 from clusterenv.wire.channel import plain
@@ -257,7 +256,7 @@ class _Jobs(AgentProcesses):
         self._lying = lying
 
     def start(self, node: int) -> None:
-        if node < self._plan.nodes - 1:
+        if node < self._lying.nodes - 1:
             super().start(node)
             return
         what = [*self._lying.lie, str(self._lying.flag), str(self._plan.files[node]), str(self._plan.lease_s)]
@@ -279,15 +278,11 @@ class _Jobs(AgentProcesses):
 
 
 @dataclass(frozen=True)
-class Lying(Remote):
-    """Two nodes of one worker each; the second lies in this way once `tell()` was called."""
+class Lying(Loopback):
+    """Nodes of one worker each; the last one lies in this way once `tell()` was called."""
 
-    lie: tuple[str, str]
-    folder_of_lies: Path
-    nodes: int = 2
-    bind: str | None = field(default="127.0.0.1", kw_only=True)
-    start_timeout_s: float = field(default=60.0, kw_only=True)
-    oversubscribe: bool = field(default=True, kw_only=True)
+    lie: tuple[str, str] = field(kw_only=True)
+    folder_of_lies: Path = field(kw_only=True)
 
     @property
     def flag(self) -> Path:
@@ -301,8 +296,8 @@ class Lying(Remote):
     def was_told(self) -> bool:
         return (self.folder_of_lies / "done").exists()
 
-    def start(self, *args: Any) -> Any:
-        return self.start_with(self.nodes, lambda plan: _Jobs(plan, self), *args)
+    def launch(self, plan: Plan) -> AgentProcesses:
+        return _Jobs(plan, self)
 
 
 def main(group: str, name: str, flag: str, key: str, lease_s: str) -> int:
