@@ -32,7 +32,7 @@ def no_call_waits_for_ever():
 
 
 def make(group, lie, folder, n=4):
-    backend = Lying((group, lie), folder)
+    backend = Lying(2, lie=(group, lie), folder_of_lies=folder)
     return backend, ce.ClusterEnv(ID, n, backend=backend, recovery=ce.Recovery(backoff_s=(0.05, 0.1)))
 
 

@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 
 from clusterenv.backends.contract import Plan
-from clusterenv.backends.loopback import AgentProcesses
-from clusterenv.backends.remote import Remote
+from clusterenv.backends.loopback import AgentProcesses, Loopback
 from clusterenv.node.agent import Agent
 from clusterenv.transport.keys import await_joining
 from clusterenv.wire.channel import plain
@@ -279,15 +278,11 @@ class _Jobs(AgentProcesses):
 
 
 @dataclass(frozen=True)
-class Lying(Remote):
-    """Two nodes of one worker each; the second lies in this way once `tell()` was called."""
+class Lying(Loopback):
+    """Nodes of one worker each; the last one lies in this way once `tell()` was called."""
 
-    nodes: int = field(default=2, init=False)
-    lie: tuple[str, str]
-    folder_of_lies: Path
-    bind: str | None = field(default="127.0.0.1", kw_only=True)
-    start_timeout_s: float = field(default=60.0, kw_only=True)
-    oversubscribe: bool = field(default=True, kw_only=True)
+    lie: tuple[str, str] = field(kw_only=True)
+    folder_of_lies: Path = field(kw_only=True)
 
     @property
     def flag(self) -> Path:
@@ -301,7 +296,7 @@ class Lying(Remote):
     def was_told(self) -> bool:
         return (self.folder_of_lies / "done").exists()
 
-    def launch(self, plan: Plan) -> _Jobs:
+    def launch(self, plan: Plan) -> AgentProcesses:
         return _Jobs(plan, self)
 
 
