@@ -163,7 +163,7 @@ def cluster(job: Job, env: Any, network: bool = False) -> Any:
     """Over a network: a node agent for each worker, on loopback, encrypted as always."""
     import clusterenv
 
-    backend = clusterenv.Local(workers=job.workers, network=network, nodes=job.workers if network else 1)
+    backend = clusterenv.Loopback(nodes=job.workers) if network else clusterenv.Local(workers=job.workers)
     return clusterenv.ClusterEnv(env, num_envs=job.num_envs, backend=backend)
 
 

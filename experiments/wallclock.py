@@ -45,7 +45,7 @@ def measure(link: float, rule: str, updates: int) -> dict[str, Any]:
         for node in net.nodes:
             node.limit(link)
         # The tests' own heartbeat is too quick: a frame of weights takes longer than its silence on the slowest link.
-        backend = Namespaces(net, heartbeat=ce.Manual.heartbeat)
+        backend = Namespaces(net, heartbeat_s=ce.Manual.heartbeat_s)
         with ce.ClusterEnv("LunarLander-v3", NUM_ENVS, backend=backend) as cluster:
             spaces = cluster.single_observation_space, cluster.single_action_space
             learner = PPO(*spaces, 600_000, hidden=HIDDEN, epochs=4, minibatch=512, entropy=0.01)

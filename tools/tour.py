@@ -36,7 +36,6 @@ WALK_LIMITS: dict[str, tuple[int, int | None]] = {
 
 MAY_HAVE_MORE_PARAMETERS = {
     "backends/kubernetes.py:Kubernetes": "frozen configuration that users write by name",
-    "backends/local.py:Local": "frozen configuration that users write by name",
     "backends/remote.py:Remote": "the part of that configuration that all remote backends share",
     "backends/slurm.py:Slurm": "frozen configuration that users write by name",
     "events.py:Event": "a frozen record that users read",

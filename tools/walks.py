@@ -116,7 +116,7 @@ def walk_rollout() -> None:
     last = torch.nn.Linear(16, 2)
     net = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), last)
     policy = ce.TorchPolicy(net, dist="categorical")
-    with ce.ClusterEnv("CartPole-v1", num_envs=4, backend=ce.Local(network=True, nodes=2, workers=2)) as envs:
+    with ce.ClusterEnv("CartPole-v1", num_envs=4, backend=ce.Loopback(nodes=2)) as envs:
         collector = envs.collector(policy, sync=ce.APS(), seed=1)
         collector.rollout(16)
         collector.rollout(16)

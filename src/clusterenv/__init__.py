@@ -4,31 +4,27 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from clusterenv._version import __version__
-from clusterenv.backends import Kubernetes, Local, Manual, Ray, Slurm
+from clusterenv.backends import Kubernetes, Local, Loopback, Manual, Ray, Slurm
+from clusterenv.backends.contract import Backend
 from clusterenv.collector import Collector
 from clusterenv.env import ClusterEnv
-from clusterenv.errors import (
-    ActionError,
-    ClosedError,
-    ClusterEnvError,
-    CrashLoopError,
-    DeadlineError,
-    EnvError,
-    KeyFileError,
-    NotPlainError,
-    PolicyError,
-    ProtocolError,
-    SpecError,
-    StartError,
-    UsageError,
-    WorkerLostError,
-)
+from clusterenv.errors import ActionError as ActionError  # importable from here as ever; `clusterenv.errors` lists them
+from clusterenv.errors import ClosedError as ClosedError
+from clusterenv.errors import ClusterEnvError, DeadlineError, EnvError, StartError, WorkerLostError
+from clusterenv.errors import CrashLoopError as CrashLoopError
+from clusterenv.errors import KeyFileError as KeyFileError
+from clusterenv.errors import NotPlainError as NotPlainError
+from clusterenv.errors import PolicyError as PolicyError
+from clusterenv.errors import ProtocolError as ProtocolError
+from clusterenv.errors import SpecError as SpecError
+from clusterenv.errors import UsageError as UsageError
 from clusterenv.events import Event
 from clusterenv.making import make_vec
+from clusterenv.policy.acting.base import Policy
 from clusterenv.policy.acting.numpy import NumpyPolicy, RandomPolicy
-from clusterenv.policy.sync.rules import APS, Always, Every, Never
+from clusterenv.policy.sync.rules import APS, Always, Every, Never, Standing
 from clusterenv.recovery import Recovery
-from clusterenv.rollout import Rollout
+from clusterenv.rollout import Evaluation, Receipt, Rollout
 from clusterenv.spec import Vector
 
 if TYPE_CHECKING:  # torch is imported by those who use it: __getattr__ below
@@ -39,6 +35,9 @@ __all__ = [
     "make_vec",
     "Collector",
     "Rollout",
+    "Receipt",
+    "Evaluation",
+    "Policy",
     "TorchPolicy",
     "NumpyPolicy",
     "RandomPolicy",
@@ -46,7 +45,10 @@ __all__ = [
     "Always",
     "Every",
     "Never",
+    "Standing",
+    "Backend",
     "Local",
+    "Loopback",
     "Manual",
     "Slurm",
     "Ray",
@@ -55,18 +57,9 @@ __all__ = [
     "Vector",
     "Event",
     "ClusterEnvError",
-    "ActionError",
-    "ClosedError",
-    "CrashLoopError",
     "DeadlineError",
     "EnvError",
-    "KeyFileError",
-    "NotPlainError",
-    "PolicyError",
-    "ProtocolError",
-    "SpecError",
     "StartError",
-    "UsageError",
     "WorkerLostError",
     "__version__",
 ]

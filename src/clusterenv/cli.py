@@ -9,8 +9,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
-from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     node.add_argument("--with-parent", action="store_true", help="leave when the process that started this one ends")
     script = commands.add_parser("script", help="print what a backend would submit for one node")
-    script.add_argument("backend", choices=["slurm", "kubernetes"])
+    script.add_argument("backend", metavar="NAME", help="slurm, kubernetes, or another one that is installed")
     script.add_argument("options", nargs="*", metavar="NAME=VALUE", help="as in Python; values are JSON, or plain text")
     gc = commands.add_parser("gc", help="remove what killed training scripts have left: jobs, key files")
     gc.add_argument("--folder", type=Path, action="append", help="where run folders are, if not in the usual places")
@@ -110,44 +108,32 @@ def run_node(args: argparse.Namespace) -> int:
     return Agent(joining, args.lease_s, args.dead_after_s, not args.no_pickle, args.grace_s).run()
 
 
-def print_script(backend: str, options: list[str]) -> int:
+def print_script(name: str, options: list[str]) -> int:
+    from clusterenv.backends.cluster import example_plan
+    from clusterenv.backends.contract import PrintsScript
+    from clusterenv.backends.registry import find
+    from clusterenv.backends.remote import Remote
     from clusterenv.errors import SpecError
 
     try:
-        print(_slurm_script(options) if backend == "slurm" else _kubernetes_manifests(options))
+        backend = _made(find(name), options)
+        if not isinstance(backend, Remote) or not isinstance(backend, PrintsScript):
+            raise SpecError(f"{type(backend).__name__} submits no text that could be printed")
+        print(backend.script(example_plan(backend)).rstrip())
     except SpecError as error:
         print(f"clusterenv script: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _slurm_script(options: list[str]) -> str:
-    from clusterenv.backends.cluster import agent_command
-    from clusterenv.backends.slurm import Slurm, grace_options, job_script
-
-    slurm = _made(Slurm, options)
-    folder = Path(slurm.folder or tempfile.gettempdir()).expanduser()
-    command = agent_command(folder / "clusterenv-RUN" / "node-0.key", grace_options(slurm), slurm.python)
-    log = folder / "logs" / "RUN" / "node-0.log"
-    return job_script(slurm, "clusterenv-RUN", command, log, Path.cwd()).rstrip()
-
-
-def _kubernetes_manifests(options: list[str]) -> str:
-    from clusterenv.backends.kubernetes import Kubernetes, pod_manifest, run_manifest, secret_manifest
-
-    owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": "clusterenv-RUN", "uid": "..."}
-    pod = pod_manifest(_made(Kubernetes, options), "RUN", 0, "clusterenv-RUN-0-1", [], owner)
-    items = [run_manifest("RUN", 60.0), secret_manifest("RUN", 0, "...", owner), pod]
-    return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2)
-
-
 def _made(backend: type[Any], options: list[str]) -> Any:
     """Return the backend with these NAME=VALUE options; a value is JSON where its field takes that, or plain text."""
     from clusterenv.arguments import closest, field_kinds, fits
+    from clusterenv.backends.registry import required
     from clusterenv.errors import SpecError
 
     kinds = field_kinds(backend)
-    given: dict[str, Any] = {"nodes": 1}
+    given: dict[str, Any] = {"nodes": 1} if "nodes" in kinds else {}
     for option in options:
         name, equals, text = option.partition("=")
         if not equals:
@@ -161,11 +147,7 @@ def _made(backend: type[Any], options: list[str]) -> Any:
         except ValueError:
             value = text
         given[name] = value if fits(value, kinds[name]) else text
-    missing = [field.name for field in fields(backend) if _is_required(field) and field.name not in given]
+    missing = [name for name in required(backend) if name not in given]
     if missing:
         raise SpecError(f"{backend.__name__} needs {missing[0]}: write {missing[0]}=...")
     return backend(**given)
-
-
-def _is_required(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING

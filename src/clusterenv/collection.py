@@ -24,6 +24,7 @@ from clusterenv.errors import DeadlineError, EnvError, PolicyError, WorkerLostEr
 from clusterenv.events import Event
 from clusterenv.policy.acting.base import Policy
 from clusterenv.rollout import Receipt, Rollout
+from clusterenv.system.interrupts import uninterrupted
 from clusterenv.wire.requests import Episode
 
 __all__ = ["Collection"]
@@ -96,8 +97,9 @@ class Collection:
 
     def _begin(self) -> None:
         """Ask for every fragment that can begin."""
-        pool = self._pool
-        pool.collecting.begin(self._policy.knobs(), pool.crew.is_leaving, time.monotonic())
+        pool, nodes = self._pool, self._pool.crew.nodes
+        is_leaving = nodes.is_leaving if nodes is not None else lambda worker: False
+        pool.collecting.begin(self._policy.knobs(), is_leaving, time.monotonic())
         pool.carry_out()
 
     def wait_for_rollout(self, timeout_s: float | None) -> list[Fragment]:
@@ -126,6 +128,7 @@ class Collection:
         self._prepare(num_steps, max(queue, 2))
         self.fragments.start_stream(num_steps, queue)
 
+    @uninterrupted
     def feed(self, max_staleness: int | None) -> None:
         """Give every worker that has a free side something to do, and before that the weights that its rule wants."""
         pool = self._pool

@@ -30,6 +30,7 @@ from clusterenv.policy.sync.rules import APS, Always, Rule
 from clusterenv.policy.weights.codec import encode
 from clusterenv.policy.weights.packing import Codec
 from clusterenv.rollout import Evaluation, Rollout
+from clusterenv.system.interrupts import checkpoint, uninterrupted, uninterrupted_generator
 from clusterenv.worker.key_watch import KeyWatch
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Collector:
 
     # -- collecting -------------------------------------------------------------------------------------------
 
+    @uninterrupted
     def rollout(self, num_steps: int, timeout_s: float | None = None, copy: bool = True) -> Rollout:
         """`num_steps` steps of every environment, acted by the agent as it is now.
 
@@ -153,6 +155,7 @@ class Collector:
         expect("stream", "timeout_s", timeout_s, float | None, least=0)
         return self._stream(num_steps, min_envs or 1, max_staleness, queue, timeout_s)
 
+    @uninterrupted_generator
     def _stream(
         self, num_steps: int, min_envs: int, max_staleness: int | None, queue: int, timeout_s: float | None
     ) -> Generator[Rollout, None, None]:
@@ -171,11 +174,12 @@ class Collector:
                 collection.feed(max_staleness)  # before the learner works, not after
                 begin = self._count_time(begin)  # goes on while the learner works: so do the workers
                 self._counts.waiting_s += begin - asked
-                yield batch
+                yield checkpoint(batch)
                 asked = time.perf_counter()
         finally:
             self._count_time(begin)
             collection.stop_stream()
+            checkpoint()
 
     def _count_time(self, begin: float) -> float:
         now = time.perf_counter()
@@ -202,6 +206,7 @@ class Collector:
             if missing is not None:
                 self._pool.collecting.report_missing(missing, list(range(self._pool.num_envs)))
 
+    @uninterrupted
     def publish(self) -> int:
         """The agent's weights, if they changed, are the newest version from now on; returns its number.
 
@@ -214,6 +219,7 @@ class Collector:
 
     # -- evaluating -------------------------------------------------------------------------------------------
 
+    @uninterrupted
     def evaluate(
         self, agent: Any = None, *, episodes: int = 32, deterministic: bool = True, seed: int = 0, record: int = 0
     ) -> Evaluation:

@@ -7,7 +7,6 @@ sees the episode end once, as truncated and invalid, and then the first row of t
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from typing import Any
@@ -34,6 +33,7 @@ from clusterenv.errors import (
     NotPlainError,
     PolicyError,
     SpecError,
+    UsageError,
     WorkerLostError,
 )
 from clusterenv.events import EventLog
@@ -42,7 +42,7 @@ from clusterenv.memory.rows import Buffers, make_layout
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint, own_spaces
 from clusterenv.starting import Building
-from clusterenv.system.interrupts import held_back
+from clusterenv.system.interrupts import checkpoint, uninterrupted
 from clusterenv.wire.requests import Attach, Reply
 
 __all__ = ["Pool", "Rows"]
@@ -128,6 +128,7 @@ class Pool:
 
     # -- carrying out -----------------------------------------------------------------------------------------
 
+    @uninterrupted
     def carry_out(self) -> None:
         """Do what the engine wants done. What is left after an exception is done by the next call."""
         out = self._state.out
@@ -154,10 +155,8 @@ class Pool:
             self._put_weights(instruction.transfer)
         elif isinstance(instruction, Start):
             crew.start(instruction.worker)
-        elif isinstance(instruction, Kill):
-            crew.kill(instruction.worker)
-        else:
-            crew.stack(instruction.worker)
+        elif crew.processes is not None:  # only processes are watched
+            (crew.processes.kill if isinstance(instruction, Kill) else crew.processes.stack)(instruction.worker)
 
     def _put_weights(self, transfer: Transfer) -> None:
         if self.crew.put_weights(transfer):
@@ -173,25 +172,27 @@ class Pool:
         """
         requests, engine = self._requests, self._engine
         if requests.number % _LOOK_EVERY == 0:  # workers' output, and what else the hot loop does not read
-            self._inbox.extend(self.crew.wait(0.0))
+            self._inbox.extend(self.crew.poll(0.0))
             engine.count_steps(_LOOK_EVERY)
         if self._inbox or self._slots.records or requests.count:
             self.send_step(None, None)
             return None
         requests.number = number = requests.number % 0xFFFF_FFFF + 1
-        crew, done = self.crew, 0
+        workers, done = len(self.slots_of), 0
         try:
-            crew.ring(number)
-            for worker in range(len(self.slots_of)):
-                messages = crew.take(worker)
-                if len(messages) != 1 or not engine.is_plain(messages[0], number):
-                    self._inbox.extend((worker, message) for message in messages)
-                    break
-                done += 1
+            answers = self.crew.step_all(number)
+            done = workers if answers is None else answers[0]
         finally:
-            if done < len(self.slots_of):
+            if done < workers:
                 engine.spill(Pending(number, done), time.monotonic())
-        return self.rows.all_rows(copy) if done == len(self.slots_of) else None
+        if answers is not None:
+            for worker, message in answers[1]:
+                if worker < done:
+                    self.rows.take_rows(message)
+                else:
+                    self._inbox.append((worker, message))
+            checkpoint()
+        return self.rows.all_rows(copy) if done == workers else None
 
     # -- requests ---------------------------------------------------------------------------------------------
 
@@ -282,21 +283,21 @@ class Pool:
         return rows
 
     def turn(self, deadline: float | None) -> None:
-        """Start what is due, wait for something (at most a quarter of a second), and take it in."""
-        # An answer that was read and not kept would be waited for ever. In this process, a step may take any time.
-        with contextlib.nullcontext() if self.crew.is_inline else held_back():
-            self._turn(deadline)
+        """Start what is due, wait for something (at most a quarter of a second), and take it in; then handle Ctrl-C."""
+        self._turn(deadline)
+        checkpoint()
 
+    @uninterrupted
     def _turn(self, deadline: float | None) -> None:
         engine, state = self._engine, self._state
         now_s = time.monotonic()
         if state.slots:
             for worker in engine.failures.due_workers(now_s):
-                if self.crew.can_start(worker):
+                if self.crew.nodes is None or self.crew.nodes.can_start(worker):
                     engine.failures.start_worker(worker, now_s)
             engine.failures.rebuild_due(now_s)
         self.carry_out()
-        self._inbox.extend(self.crew.wait(self._wait_s(deadline, now_s)))
+        self._inbox.extend(self.crew.poll(self._wait_s(deadline, now_s)))
         self._watch()
         now_s = time.monotonic()
         while self._inbox:  # kept across calls: what is heard must not be lost with an exception
@@ -319,7 +320,7 @@ class Pool:
     def _watch(self) -> None:
         """Look for workers that hang, also while others answer."""
         now_s = time.monotonic()
-        if self.crew.is_inline or now_s - self._watched_at_s < _LOOK_S:
+        if self.crew.processes is None or now_s - self._watched_at_s < _LOOK_S:
             return
         self._watched_at_s = now_s
         for worker in self._health.watched():
@@ -375,18 +376,22 @@ class Pool:
         self._engine.resume(state, time.monotonic())
 
     def need_packages(self, names: tuple[str, ...]) -> None:
-        self.crew.need_packages(names)
+        if self.crew.nodes is not None:  # workers of this machine have what the caller has
+            self.crew.nodes.need_packages(names)
 
     def scale(self, nodes: int) -> None:
-        self.crew.scale(nodes)
+        if self.crew.nodes is None:
+            raise UsageError("scale() is for backends with nodes: this one has none")
+        self.crew.nodes.scale(nodes)
         if self.collecting.fragments.mode is not Mode.STREAM:
             # Nodes that nothing is under way on leave now, not with the next request.
-            self._inbox.extend(self.crew.wait(0.0))
+            self._inbox.extend(self.crew.poll(0.0))
 
     def stats(self) -> dict[str, Any]:
+        processes = self.crew.processes
         return {
             "workers": len(self.slots_of),
-            "worker_pids": [self.crew.pid(w) for w in range(len(self.slots_of))],
+            "worker_pids": [processes.pid(w) if processes else None for w in range(len(self.slots_of))],
             "events": dict(self.events.counts),
             "slow_slots": sorted(self._engine.pace.slow),
             "step_time_s": self.rows.buffers.pace_s.copy(),

@@ -30,6 +30,7 @@ from clusterenv.policy.sync.rules import Rule
 from clusterenv.policy.weights.packing import Codec
 from clusterenv.recovery import Recovery
 from clusterenv.spec import blueprint
+from clusterenv.system.interrupts import uninterrupted
 from clusterenv.system.teardown import Teardown
 from clusterenv.vector import parameters
 from clusterenv.vector.actions import ActionReader
@@ -115,6 +116,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
     # -- Gymnasium's face -------------------------------------------------------------------------------------
 
+    @uninterrupted
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
@@ -144,6 +146,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             return rows.obs, rows.infos
         return pool.peek_obs(np.arange(self.num_envs)), spread(rows.infos, rows.slots, self.num_envs)
 
+    @uninterrupted
     def step(self, actions: Any) -> StepResult:
         """Step every environment with its action; row i is slot i.
 
@@ -216,6 +219,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         """Read an attribute of every environment, or of those of `slots`, in that order."""
         return self._call("get_attr", name, (), {}, slots)
 
+    @uninterrupted
     def _call(
         self,
         what: str,
@@ -235,6 +239,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         value_of = dict(zip(ascending, values, strict=True))
         return tuple(value_of[slot] for slot in chosen)
 
+    @uninterrupted
     def set_attr(
         self, name: str, values: list[Any] | tuple[Any, ...] | Any, slots: Sequence[int] | None = None
     ) -> None:
@@ -247,6 +252,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         chosen = parameters.read_slots("set_attr", slots, self.num_envs, self._is_vector)
         self._pool.set_attr(name, dict(zip(chosen, parameters.read_values(name, values, len(chosen)), strict=True)))
 
+    @uninterrupted
     def scale(self, nodes: int) -> None:
         """Run on so many nodes from now on, up to the backend's `max_nodes`. `num_envs` stays.
 
@@ -283,6 +289,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
 
     # -- partial batches --------------------------------------------------------------------------------------
 
+    @uninterrupted
     def send(self, actions: Any, slots: Sequence[int] | np.ndarray[Any, Any] | None = None) -> None:
         """Step some slots (None: all) without waiting: row i of `actions` is for `slots[i]`."""
         self._guard.check("send")
@@ -296,6 +303,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             raise PendingCallError(f"send(): slots {late} are in flight already; recv() them first", "step")
         self._pool.send_step(chosen, self._place(actions, chosen))
 
+    @uninterrupted
     def recv(self, min_envs: int | None = None, timeout_s: float | None = None) -> StepResult:
         """Rows of at least `min_envs` slots (None: all in flight), ascending by slot; `infos["slot"]` names them."""
         self._guard.check("recv")
@@ -369,6 +377,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         collector = self._attached.state_dict() if self._attached is not None else None
         return {"format": 1, "num_envs": self.num_envs, "pool": self._pool.state_dict(), "collector": collector}
 
+    @uninterrupted
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()` of an earlier run; the next `reset()` or `rollout()` begins new episodes."""
         self._guard.check("load_state_dict")

@@ -47,7 +47,7 @@ class Building:
         while len(self._built) < len(self._workers):
             for worker in self._workers.absent():
                 self._start_again(worker, lives, timeout_s)
-            for index, message in self._executor.wait(_WAIT_S):
+            for index, message in self._executor.poll(_WAIT_S):
                 self._heard(index, message, events)
             self._watch()
         return self._built
@@ -61,7 +61,8 @@ class Building:
         self._executor.send(worker.index, message, request)
 
     def _start_again(self, worker: Worker, lives: Lives, timeout_s: float) -> None:
-        if self._executor.can_start(worker.index):
+        nodes = self._executor.nodes
+        if nodes is None or nodes.can_start(worker.index):
             worker.started()
             self._start(worker, lives)
         elif time.monotonic() - worker.start_at_s > timeout_s:
@@ -98,11 +99,12 @@ class Building:
 
     def _watch(self) -> None:
         """Look for workers that hang."""
-        if self._executor.is_inline:
+        processes = self._executor.processes
+        if processes is None:
             return
         for index in self._health.watched():
             instruction = self._health.watch(index, self._executor.progress(index), time.monotonic())
             if isinstance(instruction, Kill):
-                self._executor.kill(index)
+                processes.kill(index)
             elif instruction is not None:
-                self._executor.stack(index)
+                processes.stack(index)

@@ -40,7 +40,7 @@ def backend(request, tmp_path):
     if request.param == "local":
         yield ce.Local(workers=2)
     elif request.param == "network":
-        yield ce.Local(workers=2, network=True, nodes=2)
+        yield ce.Loopback(nodes=2)
     elif request.param == "slurm":
         yield ce.Slurm(nodes=2, interface="lo", folder=str(tmp_path / "keys"), extra={"exclusive": None})
     elif request.param == "ray":

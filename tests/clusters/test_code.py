@@ -27,7 +27,7 @@ import pytest
 
 import clusterenv as ce
 import real
-from clusterenv.backends.cluster import Plan
+from clusterenv.backends.contract import Plan
 from clusterenv.code import packages as sources
 from clusterenv.code import versions
 from clusterenv.code.missing import missing_package
@@ -36,6 +36,7 @@ from clusterenv.node.agent import Agent
 from clusterenv.spec import Blueprint
 from clusterenv.transport.keys import Joining
 from clusterenv.wire.messages import Code, Failed, Host, Lacks
+from clusterenv.worker.setup import WorkerConfig
 from namespace_cluster import pods
 from stepping import joined, step_until
 
@@ -222,7 +223,7 @@ def test_code_is_found_wherever_it_lives(kind, interpreter, tmp_path):
     if kind == "local":
         backend = "ce.Local(workers=3)"
     elif kind == "network":
-        backend = "ce.Local(workers=2, network=True, nodes=2)"
+        backend = "ce.Loopback(nodes=2)"
     elif kind == "slurm":
         backend = f"ce.Slurm(nodes=2, interface='lo', folder={str(tmp_path / 'keys')!r})"
     else:
@@ -304,7 +305,7 @@ def test_ids_as_gymnasium_takes_them(registry, tmp_path, monkeypatch):
 def test_an_id_with_its_module_needs_no_code(tmp_path):
     """`allow_pickle=False`: the node imports the module itself."""
     write(tmp_path / "libs", {"my_envs/__init__.py": REGISTERING, "my_envs/grid.py": GRID})
-    backend = "ce.Local(workers=1, network=True, allow_pickle=False)"
+    backend = "ce.Loopback(nodes=1, allow_pickle=False)"
     script = f"""
         import clusterenv as ce
         import gymnasium as gym
@@ -342,7 +343,8 @@ def test_workers_draw_different_numbers(network):
         def reset(self, *, seed=None, options=None):
             return 0, {}
 
-    with ce.ClusterEnv([Drawing] * 4, backend=ce.Local(workers=4, network=network)) as envs:
+    backend = ce.Loopback(nodes=1, workers_per_node=4) if network else ce.Local(workers=4)
+    with ce.ClusterEnv([Drawing] * 4, backend=backend) as envs:
         drawn = envs.get_attr("drawn")
     for name in ("torch", "numpy", "random"):
         assert len({each[name] for each in drawn}) == 4, name
@@ -370,7 +372,7 @@ def test_packages_below_the_folder_of_the_start(package, tmp_path):
         import gymnasium as gym
         import {package}
 
-        with ce.ClusterEnv([{thunk}] * 2, backend=ce.Local(workers=1, network=True)) as envs:
+        with ce.ClusterEnv([{thunk}] * 2, backend=ce.Loopback(nodes=1)) as envs:
             print(envs.reset(seed=1)[0].shape[0], {package}.__file__)
     """
     write(tmp_path, {"train.py": script})
@@ -478,7 +480,7 @@ def test_a_node_that_has_none_of_the_files(tmp_path, monkeypatch, caplog):
 
         return obs.reshape(len(obs), -1) / 255 @ weights["w"] * inner.make().bonus
 
-    backend = ce.Local(workers=1, network=True, heartbeat=(0.2, 1.5, 3.0))
+    backend = ce.Loopback(nodes=1, heartbeat_s=(0.2, 1.5, 3.0))
     with ce.ClusterEnv([thunk] * 2, backend=backend, recovery=ce.Recovery(backoff_s=(0.05, 0.1))) as envs:
         policy = ce.NumpyPolicy(forward, {"w": np.ones((147, 7), np.float32)}, dist="categorical")
         assert envs.get_attr("late") == (7, 7) and envs.collector(policy, seed=1).rollout(4).valid.all()
@@ -522,7 +524,7 @@ def test_files_are_sent_once_and_only_those_offered(asked, tmp_path, monkeypatch
         send=lambda seat, message, payload=(): sent.append(message),
     )
     blueprint = Blueprint(1, b"", False, None, packages=sources.collect(["alone"]))
-    crew = RemoteCrew(head, blueprint, [[0]], [0], None, True)
+    crew = RemoteCrew(head, blueprint, [[0]], [0], WorkerConfig(None, True))
     crew.start(0)
     assert {wanted.name for wanted in sent[0].packages} == {"alone", "dynamic"}
     with pytest.raises(ce.ProtocolError, match="not offered, or were sent already"):
@@ -572,14 +574,14 @@ def test_20_a_node_with_another_cloudpickle_is_refused(monkeypatch):
     there = versions.installed()["cloudpickle"]
     monkeypatch.setattr(versions, "installed", lambda: here)
     with pytest.raises(ce.StartError, match=rf"versions differ: cloudpickle {there} there, 2.9.0 here"):
-        ce.ClusterEnv("CartPole-v1", 1, backend=ce.Local(workers=1, network=True))
+        ce.ClusterEnv("CartPole-v1", 1, backend=ce.Loopback(nodes=1))
 
 
 def test_20_torch_matters_to_policies_of_torch(monkeypatch):
     import torch
 
     monkeypatch.setattr(versions, "installed", lambda: {"cloudpickle": "3.1.2", "numpy": "2.4.6", "torch": "1.0"})
-    with ce.ClusterEnv("CartPole-v1", 1, backend=ce.Local(workers=1, network=True)) as envs:
+    with ce.ClusterEnv("CartPole-v1", 1, backend=ce.Loopback(nodes=1)) as envs:
         with pytest.raises(ce.PolicyError, match=r"cannot run on node 0 .*: torch 2\..* there, 1.0 here"):
             envs.collector(ce.TorchPolicy(torch.nn.Linear(4, 2), dist="categorical"))
         assert envs.collector(ce.RandomPolicy(), seed=1).rollout(2).valid.all()

@@ -36,7 +36,7 @@ in_pods = pytest.mark.kubernetes
 
 
 def make(n=4, nodes=2, **kwargs):
-    backend = pods(real.running["kubernetes"], nodes, **{"heartbeat": FAST, "run_as_user": 1000, **kwargs})
+    backend = pods(real.running["kubernetes"], nodes, **{"heartbeat_s": FAST, "run_as_user": 1000, **kwargs})
     return ce.ClusterEnv(ID, n, backend=backend, recovery=RECOVERY)
 
 
@@ -288,7 +288,7 @@ def eat_memory():
 @in_pods
 def test_a_pod_without_memory():
     """The kernel kills a worker, or the whole container: it costs episodes, and the reason is told."""
-    backend = pods(real.running["kubernetes"], 1, heartbeat=FAST, memory="400Mi")
+    backend = pods(real.running["kubernetes"], 1, heartbeat_s=FAST, memory="400Mi")
     recovery = ce.Recovery(backoff_s=(0.05, 0.1), max_restarts=1000)
     with ce.ClusterEnv(eat_memory, 1, backend=backend, recovery=recovery) as envs:
         envs.reset(seed=1)
@@ -339,7 +339,7 @@ def test_the_head_in_a_pod(tmp_path):
     cluster = real.running["kubernetes"]
     kubectl("apply", "-f", str(RBAC))
     kubectl("create", "configmap", "authority", f"--from-literal=ca.crt={cluster.authority}")
-    backend = pods(cluster, 2, heartbeat=FAST, kubeconfig=None, bind=None, folder=str(tmp_path))
+    backend = pods(cluster, 2, heartbeat_s=FAST, kubeconfig=None, bind=None, folder=str(tmp_path))
     settings = {item.name: getattr(backend, item.name) for item in dataclasses.fields(backend)}
     # What the admission plugin adds where it is on, as it is not here.
     account = [
@@ -385,7 +385,7 @@ def test_the_head_in_a_pod(tmp_path):
 def test_nothing_runs_after_its_head_was_killed_and_gc_removes_the_rest(tmp_path, capsys, monkeypatch, where):
     """By the note in the run's folder; where that went with the head's pod, by the run object in the namespace."""
     folder = tmp_path / "keys"
-    backend = pods(real.running["kubernetes"], 2, heartbeat=FAST, folder=str(folder))
+    backend = pods(real.running["kubernetes"], 2, heartbeat_s=FAST, folder=str(folder))
     settings = {item.name: getattr(backend, item.name) for item in dataclasses.fields(backend)}
     head = subprocess.Popen([sys.executable, "-c", HEAD.format(settings=settings)], stdout=subprocess.PIPE, text=True)
     assert head.stdout is not None and head.stdout.readline() == "running\n"
@@ -416,7 +416,7 @@ def test_nothing_runs_after_its_head_was_killed_and_gc_removes_the_rest(tmp_path
 @in_pods
 def test_close_while_the_api_server_hangs(tmp_path):
     cluster = real.running["kubernetes"]
-    backend = pods(cluster, 2, heartbeat=FAST, folder=str(tmp_path))
+    backend = pods(cluster, 2, heartbeat_s=FAST, folder=str(tmp_path))
     closed = close_while(lambda: cluster.stopped("apiserver"), backend, 2)
     assert closed.seconds < 10 and closed.exit_seconds < 5, closed
     (left,) = tmp_path.glob("clusterenv-*")
@@ -468,7 +468,7 @@ def tell_rights():
 
 @in_pods
 def test_pods_run_without_privileges():
-    backend = pods(real.running["kubernetes"], 1, heartbeat=FAST, run_as_user=1000)
+    backend = pods(real.running["kubernetes"], 1, heartbeat_s=FAST, run_as_user=1000)
     with ce.ClusterEnv(tell_rights, 1, backend=backend) as envs:
         envs.reset(seed=1)
         ((user, rights),) = envs.call("rights")

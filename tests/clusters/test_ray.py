@@ -27,7 +27,7 @@ pytestmark = pytest.mark.ray
 
 
 def make(n=4, nodes=2, **kwargs):
-    backend = ce.Ray(nodes=nodes, bind="lo", heartbeat=FAST, **kwargs)
+    backend = ce.Ray(nodes=nodes, bind="lo", heartbeat_s=FAST, **kwargs)
     return ce.ClusterEnv(ID, n, backend=backend, recovery=RECOVERY)
 
 
@@ -105,7 +105,7 @@ def test_bad_input(monkeypatch):
 
 HEAD = """
 import time, numpy as np, clusterenv as ce
-backend = ce.Ray(nodes=2, address={address!r}, bind="lo", heartbeat={fast})
+backend = ce.Ray(nodes=2, address={address!r}, bind="lo", heartbeat_s={fast})
 envs = ce.ClusterEnv("CartPole-v1", 2, backend=backend)
 envs.reset(seed=1)
 print("running", flush=True)
@@ -130,7 +130,7 @@ def test_close_while_ray_hangs(tmp_path, capsys):
     """Its control service is stopped; a script that ends then is held up by Ray itself, and is killed here."""
     cluster = real.running["ray"]
     service = [pid for pid in cluster.pids if "gcs_server" in psutil.Process(pid).name()]
-    backend = ce.Ray(nodes=2, address=cluster.address, bind="lo", heartbeat=FAST, folder=str(tmp_path))
+    backend = ce.Ray(nodes=2, address=cluster.address, bind="lo", heartbeat_s=FAST, folder=str(tmp_path))
     closed = close_while(lambda: stopped(*service), backend, 2, kills=True)
     assert closed.seconds < 10, closed
     (left,) = tmp_path.glob("clusterenv-*")

@@ -18,7 +18,7 @@ import pytest
 import clusterenv as ce
 import real
 from closing import close_while, stopped
-from clusterenv.backends.cluster import agent_command
+from clusterenv.backends.contract import agent_command
 from clusterenv.backends.slurm import grace_options, job_script, srun_command
 from clusterenv.cli import main
 from clusterenv.spec import blueprint
@@ -34,7 +34,7 @@ on_slurm = pytest.mark.slurm
 
 
 def slurm(tmp_path, nodes=2, **kwargs):
-    settings = {"interface": "lo", "folder": str(tmp_path / "keys"), "extra": {"exclusive": None}, "heartbeat": FAST}
+    settings = {"interface": "lo", "folder": str(tmp_path / "keys"), "extra": {"exclusive": None}, "heartbeat_s": FAST}
     return ce.Slurm(nodes=nodes, **{**settings, **kwargs})
 
 
@@ -291,7 +291,7 @@ def test_the_time_limit(tmp_path):
 
 HEAD = """
 import time, numpy as np, clusterenv as ce
-options = dict(interface="lo", folder={folder!r}, extra={{"exclusive": None}}, heartbeat={fast})
+options = dict(interface="lo", folder={folder!r}, extra={{"exclusive": None}}, heartbeat_s={fast})
 backend = ce.Slurm(nodes=5, min_nodes=4, **options)
 envs = ce.ClusterEnv("CartPole-v1", 5, backend=backend)
 envs.reset(seed=1)
@@ -389,7 +389,7 @@ import logging, os, clusterenv as ce, gymnasium as gym, numpy as np
 class Seen(gym.Wrapper):
     wrapped = property(lambda self: os.environ.get("WRAPPED"))
 logging.basicConfig(level=logging.INFO)
-options = dict(interface="lo", folder={folder!r}, heartbeat={fast}, wrap="env WRAPPED=yes")
+options = dict(interface="lo", folder={folder!r}, heartbeat_s={fast}, wrap="env WRAPPED=yes")
 backend = ce.Slurm(nodes=2, mode="srun", **options)
 with ce.ClusterEnv([lambda: Seen(gym.make("CartPole-v1"))] * 4, backend=backend) as envs:
     print("wrapped", envs.get_attr("wrapped"))

@@ -13,7 +13,7 @@ import pytest
 import clusterenv as ce
 import clusterenv.env
 import fake_slurm
-from clusterenv.backends.cluster import Plan
+from clusterenv.backends.contract import Plan
 from clusterenv.backends.kubernetes import _Pods
 from clusterenv.backends.kubernetes_api import Api
 from clusterenv.backends.slurm_jobs import SlurmJobs
@@ -35,7 +35,7 @@ def slurm(tmp_path, monkeypatch):
 
 
 def make(tmp_path, **kwargs):
-    backend = ce.Slurm(nodes=2, interface="lo", folder=str(tmp_path / "keys"), heartbeat=(0.2, 1.5, 4.0), **kwargs)
+    backend = ce.Slurm(nodes=2, interface="lo", folder=str(tmp_path / "keys"), heartbeat_s=(0.2, 1.5, 4.0), **kwargs)
     return ce.ClusterEnv(ID, 2, backend=backend)
 
 
@@ -84,7 +84,7 @@ def plan(tmp_path):
     (tmp_path / "run").mkdir()
     key = tmp_path / "run" / "node-0.key"
     key.write_text("key")
-    return Plan("abc", tmp_path / "run", (key,), 60.0, True, 1, "tcp://127.0.0.1:1", threading.Event())
+    return Plan("abc", tmp_path / "run", (key,), 60.0, True, "tcp://127.0.0.1:1", threading.Event())
 
 
 def test_an_sbatch_that_hangs_when_the_run_is_closed(slurm, plan, monkeypatch):

@@ -78,7 +78,7 @@ class WithDaemons(Trouble):
 
 @pytest.mark.parametrize("network", [False, True])
 def test_a_workers_daemons_end_with_it_and_with_no_other(network):
-    backend = ce.Local(workers=2, network=network)
+    backend = ce.Loopback(nodes=1, workers_per_node=2) if network else ce.Local(workers=2)
     with ce.ClusterEnv([lambda i=i: WithDaemons(i) for i in range(2)], backend=backend) as envs:
         envs.reset(seed=0)
         envs.step([0, 0])

@@ -379,7 +379,8 @@ def test_a_worker_of_a_node_that_ended_before_the_step_gives_no_row_in_it():
         def pid(self):
             return os.getpid()
 
-    with ce.ClusterEnv([lambda i=i: Where(i) for i in range(2)], backend=ce.Local(workers=2, network=True)) as envs:
+    backend = ce.Loopback(nodes=1, workers_per_node=2)
+    with ce.ClusterEnv([lambda i=i: Where(i) for i in range(2)], backend=backend) as envs:
         envs.reset(seed=0)
         envs.step([0, 0])
         process = psutil.Process(envs.call("pid")[0])

@@ -61,7 +61,7 @@ class OddInfo(Trouble):
 def test_an_info_that_cannot_travel_is_left_out_by_name(call):
     """In a network run it must neither hold the rollout up nor mix up the fragments after it."""
     thunks = [lambda i=i: OddInfo(i, length=15) for i in range(2)]
-    with ce.ClusterEnv(thunks, backend=ce.Local(workers=2, network=True, nodes=2)) as envs:
+    with ce.ClusterEnv(thunks, backend=ce.Loopback(nodes=2)) as envs:
         collector = envs.collector(ce.RandomPolicy(), seed=1, info_keys=["count", "handle"])
         if call == "rollout":
             batches = [collector.rollout(8, timeout_s=60) for _ in range(4)]

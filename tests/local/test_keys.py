@@ -119,15 +119,16 @@ def test_nodes_get_the_digest_where_the_owner_is_squashed(tmp_path):
     class Stop(Exception):
         pass
 
-    def launch(its):
-        lines.append(its.command(0))
-        raise Stop
+    class Manual(ce.Manual):
+        def launch(self, plan):
+            lines.append(plan.command(0))
+            raise Stop
 
     plan = blueprint("CartPole-v1", 1, None, is_remote=True, allow_pickle=True)
     for is_squashed in (False, True):
-        remote = ce.Manual(nodes=1, bind="127.0.0.1", folder=str(tmp_path), owner_squashed=is_squashed)
+        remote = Manual(nodes=1, bind="127.0.0.1", folder=str(tmp_path), owner_squashed=is_squashed)
         with pytest.raises(Stop):
-            remote.start_with(1, launch, plan, None, ce.Recovery(), EventLog())
+            remote.start(plan, None, ce.Recovery(), EventLog())
     assert "--key-sha256" not in lines[0] and len(lines[1][lines[1].index("--key-sha256") + 1]) == 64
     assert not list(tmp_path.iterdir())
 
@@ -150,7 +151,7 @@ def test_a_ray_actor_that_is_killed_leaves_no_key_file(tmp_path, joining, monkey
 FULL = """
 import resource, sys
 import clusterenv as ce
-from clusterenv.backends.folder import RunFolder
+from clusterenv.backends.launch.folder import RunFolder
 
 def fill(*_):
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

@@ -24,7 +24,7 @@ def run(script: str, redirect: str = "") -> subprocess.CompletedProcess[str]:
 QUIET = """
     import logging
     import clusterenv as ce, gymnasium as gym
-    backend = ce.Local(workers=1, network=True)  # nodes that join are told at INFO
+    backend = ce.Loopback(nodes=1)  # nodes that join are told at INFO
     with ce.ClusterEnv("CartPole-v1", 2, backend=backend) as envs:
         batch = envs.collector(ce.RandomPolicy(), seed=1).rollout(8)
     print(batch.num_steps)
@@ -175,7 +175,7 @@ class Bad(gym.Wrapper):
             raise ValueError("bad")
         return super().step(action)
 
-backend = ce.Local(workers=1, network=True)
+backend = ce.Loopback(nodes=1)
 recovery = ce.Recovery(max_restarts=100, backoff_s=(0.01, 0.01))
 with ce.ClusterEnv([lambda: Bad(gym.make("CartPole-v1"))] * 2, backend=backend, recovery=recovery) as envs:
     if sys.argv[1] == "closed":

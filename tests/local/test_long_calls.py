@@ -12,7 +12,7 @@ from clusterenv.engine.health import innermost_line
 from clusterenv.engine.workers import Workers
 from toys import Trouble
 
-LOCAL, NETWORK = ce.Local(workers=2), ce.Local(workers=2, network=True, nodes=2)
+LOCAL, NETWORK = ce.Local(workers=2), ce.Loopback(nodes=2)
 
 
 class Uneven(Trouble):

@@ -57,7 +57,7 @@ HERE = ce.Local(workers=0)
 
 @pytest.mark.parametrize(
     "backend",
-    [HERE, ce.Local(workers=2), ce.Local(workers=2, network=True, nodes=2)],
+    [HERE, ce.Local(workers=2), ce.Loopback(nodes=2)],
     ids=["here", "processes", "network"],
 )
 def test_a_misspelt_key_is_told_once_with_what_was_seen(backend, caplog):

@@ -14,7 +14,7 @@ from clusterenv.wire.channel import FrameReader, encode, encode_named, open_requ
 from clusterenv.wire.requests import Call, Step
 
 ID = "CartPole-v1"
-NAMED = ce.Local(workers=2, network=True, nodes=2, allow_pickle=False)
+NAMED = ce.Loopback(nodes=2, allow_pickle=False)
 LINEAR = ("torch.nn:Linear", {"in_features": 4, "out_features": 2})
 
 
@@ -72,7 +72,7 @@ def test_what_would_need_code_is_refused_by_name():
 
 
 def test_on_this_machine_there_is_nobody_to_distrust():
-    with pytest.raises(ce.SpecError, match="needs network=True"):
+    with pytest.raises(ce.SpecError, match=r"allow_pickle=.*Loopback"):
         ce.Local(allow_pickle=False)
 
 
@@ -96,8 +96,8 @@ def test_a_worker_that_takes_no_pickles_unpickles_none():
 
 
 def test_a_node_without_pickles_does_not_join_a_run_with(monkeypatch):
-    from clusterenv.backends.cluster import Plan
+    from clusterenv.backends.contract import Plan
 
     monkeypatch.setattr(Plan, "options", ["--no-pickle"])
     with pytest.raises(ce.StartError, match="takes no pickled code"):
-        ce.ClusterEnv(ID, 2, backend=ce.Local(workers=1, network=True))
+        ce.ClusterEnv(ID, 2, backend=ce.Loopback(nodes=1))

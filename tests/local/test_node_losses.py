@@ -26,7 +26,7 @@ def agent_of(pid: int) -> int:
 def test_lost_nodes_do_not_count_as_crashes_of_their_workers():
     recovery = ce.Recovery(max_restarts=1)
     thunks = [lambda i=i: Trouble(i, length=10**6) for i in range(4)]
-    backend = ce.Local(workers=2, network=True, nodes=2, heartbeat=(0.1, 10.0, 60.0))
+    backend = ce.Loopback(nodes=2, heartbeat_s=(0.1, 10.0, 60.0))
     with ce.ClusterEnv(thunks, backend=backend, recovery=recovery) as envs:
         envs.reset(seed=0)
         lost = np.zeros(4, dtype=int)

@@ -16,16 +16,16 @@ SCRIPT = """
     import clusterenv as ce
     hard, workers, network, limit_node = map(int, sys.argv[1:])
     if limit_node:
-        from clusterenv.backends import agents
-        start = agents.AgentProcesses.start
+        from clusterenv.backends import loopback
+        start = loopback.AgentProcesses.start
         def start_limited(self, node):
             start(self, node)
             resource.prlimit(self._agents[node].pid, resource.RLIMIT_NOFILE, (64, hard))
-        agents.AgentProcesses.start = start_limited
+        loopback.AgentProcesses.start = start_limited
     else:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     try:
-        backend = ce.Local(workers=workers, network=bool(network))
+        backend = ce.Loopback(nodes=1, workers_per_node=workers) if network else ce.Local(workers=workers)
         with ce.ClusterEnv("CartPole-v1", num_envs=workers, backend=backend) as envs:
             envs.reset(seed=0)
             print("steps", envs.step([0] * workers)[1].sum())

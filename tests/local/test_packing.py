@@ -117,7 +117,7 @@ def collect(backend, codec_name, rule, updates=10):
 def test_the_networked_path_makes_the_same_pulls_and_bytes_as_the_virtual_cluster(codec_name):
     rule = ce.APS(threshold=0.0008)
     virtual, counted, _ = collect(Virtual(2), codec_name, rule)
-    real, told, bytes_of = collect(ce.Local(workers=2, nodes=2, network=True), codec_name, rule)
+    real, told, bytes_of = collect(ce.Loopback(nodes=2), codec_name, rule)
     for one, other in zip(virtual, real, strict=True):
         for name in ("obs", "actions", "logprobs", "versions", "rewards"):
             assert np.array_equal(getattr(one, name), getattr(other, name)), name
@@ -151,7 +151,7 @@ def test_weights_that_cannot_be_unpacked_are_sent_whole(monkeypatch, caplog):
 
     monkeypatch.setattr(RemoteCrew, "put_weights", damaging)
     with caplog.at_level(logging.WARNING, "clusterenv"):
-        real, stats, _ = collect(ce.Local(workers=2, nodes=2, network=True), "int8", ce.Always())
+        real, stats, _ = collect(ce.Loopback(nodes=2), "int8", ce.Always())
     assert len(damaged) == 2 and caplog.text.count("could not unpack") == 2
     virtual, counted, _ = collect(Virtual(2), "int8", ce.Always())
     forms = {name: number - {"fp32": -2, "int8": 2}[name] for name, number in counted["nodes"][0]["forms"].items()}
@@ -166,7 +166,7 @@ def test_a_node_that_comes_anew_gets_the_whole_again(caplog):
 
     module, generator = net(2, 4), torch.Generator().manual_seed(3)
     recovery = ce.Recovery(backoff_s=(0.05, 0.1))
-    backend = ce.Local(workers=2, nodes=2, network=True, heartbeat=(0.2, 1.5, 4.0))
+    backend = ce.Loopback(nodes=2, heartbeat_s=(0.2, 1.5, 4.0))
     with ce.ClusterEnv("CartPole-v1", 8, backend=backend, recovery=recovery) as envs:
         collector = envs.collector(ce.TorchPolicy(module, dist="categorical"), seed=5, codec="int8")
         for i in range(6):

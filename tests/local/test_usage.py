@@ -339,6 +339,16 @@ def test_import_is_light():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_the_types_and_the_common_errors_are_at_the_top():
+    types = {"Backend", "Evaluation", "Policy", "Receipt", "Standing"}
+    assert types <= set(ce.__all__)
+    of_ours = {name for name in ce.__all__ if name.endswith("Error")}
+    assert of_ours == {"ClusterEnvError", "DeadlineError", "EnvError", "StartError", "WorkerLostError"}
+    others = "Action Closed CrashLoop KeyFile NotPlain Policy Protocol Spec Usage"
+    for name in [f"{word}Error" for word in others.split()]:
+        assert getattr(ce, name) is getattr(ce.errors, name), "importable from the top as before"
+
+
 def test_dir_lists_what_there_is_to_use_and_nothing_else():
     names = dir(ce)
     assert "TorchPolicy" in names and set(names) == set(ce.__all__)

@@ -27,7 +27,7 @@ def agents():
 
 def test_weights_sent_again_to_a_replaced_node_are_counted():
     weights = {"w": np.ones((4, 2), np.float32)}
-    backend = ce.Local(workers=2, nodes=2, network=True, heartbeat=(0.2, 1.5, 4.0))
+    backend = ce.Loopback(nodes=2, heartbeat_s=(0.2, 1.5, 4.0))
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         policy = ce.NumpyPolicy(linear, weights, dist="categorical")
         collector = envs.collector(policy, seed=5)
@@ -62,7 +62,7 @@ def test_no_worker_is_taken_for_hung_while_its_weights_travel(monkeypatch):
     monkeypatch.setattr(Head, "_turn", catch_up)
     recovery = ce.Recovery(backoff_s=(0.05, 0.1), step_timeout_s=limit_s)
     weights = {"w": np.ones((4, 2), np.float32)}
-    with ce.ClusterEnv(ID, 4, backend=ce.Local(workers=2, nodes=2, network=True), recovery=recovery) as envs:
+    with ce.ClusterEnv(ID, 4, backend=ce.Loopback(nodes=2), recovery=recovery) as envs:
         collector = envs.collector(ce.NumpyPolicy(linear, weights, dist="categorical"), seed=5)
         collector.rollout(64)
         time.sleep(1.5)  # a beat tells the head in which phase the workers are
@@ -79,7 +79,7 @@ def test_no_worker_is_taken_for_hung_while_its_weights_travel(monkeypatch):
 def test_a_machine_with_two_shards_pulls_once():
     """One node is gone for good: the other has both shards, and one copy of the weights."""
     module, generator = net(2, 4), torch.Generator().manual_seed(0)
-    backend = ce.Local(workers=2, nodes=2, network=True, heartbeat=(0.2, 1.5, 4.0))
+    backend = ce.Loopback(nodes=2, heartbeat_s=(0.2, 1.5, 4.0))
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         policy = ce.TorchPolicy(module, dist="categorical")
         collector = envs.collector(policy, seed=5)

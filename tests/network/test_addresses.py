@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import clusterenv as ce
-from clusterenv.backends import addresses
 from clusterenv.backends import cluster as network
+from clusterenv.backends.launch import addresses
 from clusterenv.cluster.ending import Ending
 from clusterenv.transport.keys import read_joining
 from namespace_cluster import Namespaces, agent_command
@@ -182,7 +182,7 @@ def test_what_nodes_are_told_of_an_exception(end, expected):
 HEAD = """
 import sys, numpy as np, clusterenv as ce
 print(sys.argv[1:], flush=True)
-backend = ce.Manual(nodes=1, bind="127.0.0.1", folder=sys.argv[1], heartbeat=(0.2, 1.0, 1.5), oversubscribe=True)
+backend = ce.Manual(nodes=1, bind="127.0.0.1", folder=sys.argv[1], heartbeat_s=(0.2, 1.0, 1.5), oversubscribe=True)
 envs = ce.ClusterEnv("CartPole-v1", 2, backend=backend)
 envs.reset(seed=1)
 print("running", flush=True)

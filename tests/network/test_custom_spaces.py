@@ -17,7 +17,7 @@ import clusterenv as ce
 from toys import SpaceEnv, same
 from vector_toys import Anything, Echo
 
-NODES = ce.Local(network=True, nodes=2, workers=2)
+NODES = ce.Loopback(nodes=2)
 
 
 def test_custom_spaces_travel_with_the_code():
@@ -34,7 +34,7 @@ def test_a_custom_space_within_others_and_other_infos_sent_as_text():
     observation_space = spaces.Dict(word=Anything(), image=spaces.Box(0, 255, (2, 2), np.uint8))
     action_space = spaces.Tuple((Anything(), spaces.Discrete(3)))
     thunks = [lambda: SpaceEnv(observation_space, action_space, 3)] * 3
-    with ce.ClusterEnv(thunks, backend=ce.Local(network=True, workers=1)) as envs:
+    with ce.ClusterEnv(thunks, backend=ce.Loopback(nodes=1)) as envs:
         ref = SyncVectorEnv(thunks)
         assert envs.observation_space == ref.observation_space
         same(envs.reset(seed=5), ref.reset(seed=5))
@@ -75,7 +75,7 @@ def test_an_environment_that_only_nodes_can_make(monkeypatch):
         return Echo()
 
     with pytest.raises(ce.SpecError, match=r"one environment is made in this process too.*no simulator here"):
-        ce.ClusterEnv(make, num_envs=2, backend=ce.Local(network=True, workers=1))
+        ce.ClusterEnv(make, num_envs=2, backend=ce.Loopback(nodes=1))
 
 
 def test_nodes_that_take_no_code(tmp_path, monkeypatch):
@@ -85,7 +85,7 @@ def test_nodes_that_take_no_code(tmp_path, monkeypatch):
     support = Path(__file__).parent.parent / "support"
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{support}")
     monkeypatch.syspath_prepend(tmp_path)
-    backend = ce.Local(network=True, workers=1, allow_pickle=False)
+    backend = ce.Loopback(nodes=1, allow_pickle=False)
     with pytest.raises(ce.SpecError, match=r"allow_pickle=False.*class that is not Gymnasium's"):
         ce.ClusterEnv("echo_envs:echo_envs/Echo-v0", num_envs=2, backend=backend)
     gym.registry.pop("echo_envs/Echo-v0")
@@ -112,7 +112,7 @@ class Env(gym.Env):
         return f"did {action}", 0.0, False, False, {}
 
 if __name__ == "__main__":
-    for backend in (ce.Local(workers=2), ce.Local(network=True, workers=2, nodes=2)):
+    for backend in (ce.Local(workers=2), ce.Loopback(nodes=2)):
         with ce.ClusterEnv([Env] * 2, backend=backend) as envs:
             assert type(envs.single_observation_space) is Words, envs.single_observation_space
             assert envs.reset(seed=0)[0] == ("begin", "begin")

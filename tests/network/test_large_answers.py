@@ -49,7 +49,7 @@ def assert_nobody_lost(envs):
 
 
 def network(workers=1):
-    return ce.Local(workers=workers, network=True)
+    return ce.Loopback(nodes=1, workers_per_node=workers)
 
 
 def forward(weights, obs):

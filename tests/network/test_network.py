@@ -48,7 +48,7 @@ def net():
 
 
 def make(net, n=4, **kwargs):
-    return ce.ClusterEnv(ID, n, backend=Namespaces(net, heartbeat=FAST, **kwargs), recovery=RECOVERY)
+    return ce.ClusterEnv(ID, n, backend=Namespaces(net, heartbeat_s=FAST, **kwargs), recovery=RECOVERY)
 
 
 def agents():
@@ -140,7 +140,7 @@ def test_9_a_connection_reset_at_any_byte_leaves_whole_fragments_only(net, offse
     """Both nodes go through a proxy that resets their connections when so many bytes have come from them."""
     with ce.ClusterEnv(ID, 4, backend=ce.Local(workers=0)) as reference:
         first = reference.collector(numpy_policy(), seed=1).rollout(64)
-    backend = Namespaces(net, heartbeat=FAST, through_proxy=True)
+    backend = Namespaces(net, heartbeat_s=FAST, through_proxy=True)
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: [proxy.close() for proxy in backend.proxies])
         envs = stack.enter_context(ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY))
@@ -187,7 +187,7 @@ def test_13_nothing_outlives_a_killed_head(tmp_path):
     script = tmp_path / "head.py"
     script.write_text(
         "import os, time, numpy as np, clusterenv as ce, psutil\n"
-        f"envs = ce.ClusterEnv({ID!r}, 4, backend=ce.Local(workers=2, network=True, nodes=2, heartbeat={FAST}))\n"
+        f"envs = ce.ClusterEnv({ID!r}, 4, backend=ce.Loopback(nodes=2, heartbeat_s={FAST}))\n"
         "envs.reset(seed=1); envs.step(np.zeros(4, dtype=np.int64))\n"
         "print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)\n"
         "time.sleep(60)\n"
@@ -208,7 +208,7 @@ def test_13_nothing_outlives_a_killed_head(tmp_path):
 def test_13_nodes_end_with_their_lease_where_the_machine_of_the_head_is_gone(net):
     """No reset comes from there: its silence before the connection was given up counts."""
     lease_s = 5.0
-    backend = Namespaces(net, heartbeat=(0.2, 1.5, lease_s), dead_after_s=60.0)
+    backend = Namespaces(net, heartbeat_s=(0.2, 1.5, lease_s), dead_after_s=60.0)
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         envs.reset(seed=1)
         envs.step(zeros())
@@ -284,7 +284,7 @@ def test_17_a_node_that_is_asked_to_leave_in_a_rollout(net):
 
 def test_17_what_is_handed_over_may_take_its_time(net):
     """Over a slow link it takes longer than a second, and less than the scheduler grants."""
-    backend = Namespaces(net, heartbeat=(0.2, 10.0, 30.0))
+    backend = Namespaces(net, heartbeat_s=(0.2, 10.0, 30.0))
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         collector = envs.collector(numpy_policy(), seed=1)
         collector.rollout(8)
@@ -301,7 +301,7 @@ def test_17_what_is_handed_over_may_take_its_time(net):
 
 def test_an_agent_that_outlives_its_job_is_told_to_leave(net):
     """A container that its scheduler does not end: it must not come back in place of the job that replaces it."""
-    backend = Namespaces(net, heartbeat=FAST)
+    backend = Namespaces(net, heartbeat_s=FAST)
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         envs.reset(seed=1)
         jobs = backend.jobs[0]
@@ -313,7 +313,7 @@ def test_an_agent_that_outlives_its_job_is_told_to_leave(net):
 
 
 def test_a_replacement_that_dies_before_it_comes_is_asked_for_again(net):
-    backend = Namespaces(net, heartbeat=FAST)
+    backend = Namespaces(net, heartbeat_s=FAST)
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         envs.reset(seed=1)
         jobs = backend.jobs[0]
@@ -334,7 +334,7 @@ def test_a_replacement_that_dies_before_it_comes_is_asked_for_again(net):
 
 def test_a_large_pull_over_a_slow_link_delays_nobody_else(net):
     """100 MB at 8 MB/s to one node, while the other steps."""
-    with ce.ClusterEnv(ID, 4, backend=Namespaces(net, heartbeat=FAST), recovery=RECOVERY) as envs:
+    with ce.ClusterEnv(ID, 4, backend=Namespaces(net, heartbeat_s=FAST), recovery=RECOVERY) as envs:
         envs.reset(seed=1)
         pool, slots = envs._pool, np.array([2, 3])
 
@@ -556,7 +556,7 @@ def test_large_policies_travel_in_pieces_and_steps_go_on(net):
 
 
 def test_a_node_that_stays_away_hands_its_slots_to_the_others(net):
-    backend = Namespaces(net, heartbeat=FAST, move_after_s=0.5)
+    backend = Namespaces(net, heartbeat_s=FAST, move_after_s=0.5)
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         envs.reset(seed=1)
         envs.step(zeros())
@@ -570,7 +570,7 @@ def test_a_node_that_stays_away_hands_its_slots_to_the_others(net):
 
 
 def test_19_a_late_joiner_collects_with_the_current_weights(net):
-    backend = Namespaces(net, heartbeat=FAST)
+    backend = Namespaces(net, heartbeat_s=FAST)
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         weights = {"w": np.ones((4, 2), np.float32)}
         collector = envs.collector(ce.NumpyPolicy(linear, weights, dist="categorical"), seed=1)
@@ -668,7 +668,7 @@ class OddInfos(gym.Wrapper):
 
 
 def test_infos_that_are_not_plain_data_are_named():
-    with ce.ClusterEnv([lambda: OddInfos(gym.make(ID))] * 2, backend=ce.Local(workers=1, network=True)) as envs:
+    with ce.ClusterEnv([lambda: OddInfos(gym.make(ID))] * 2, backend=ce.Loopback(nodes=1)) as envs:
         envs.reset(seed=1)
         with pytest.raises(ce.EnvError, match=r"'debug'.*'sim'.*Odd"):
             envs.step(zeros(2))

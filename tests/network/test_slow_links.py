@@ -24,7 +24,7 @@ def test_half_a_megabyte_over_a_slow_link_loses_no_node(direction, numbers, num_
     """Weights to a node, or a fragment from it: about 600 kB. Ten seconds of silence are taken for death."""
     policy = ce.NumpyPolicy(linear, weights(numbers), dist="categorical")
     with Network(nodes=1) as net:
-        backend = Namespaces(net, heartbeat=(0.5, 10.0, 10.0))
+        backend = Namespaces(net, heartbeat_s=(0.5, 10.0, 10.0))
         recovery = ce.Recovery(backoff_s=(0.05, 0.1))
         with ce.ClusterEnv("CartPole-v1", 2, backend=backend, recovery=recovery) as envs:
             envs.reset(seed=1)

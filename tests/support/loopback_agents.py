@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from clusterenv.backends.agents import AgentProcesses
-from clusterenv.backends.cluster import Plan
+from clusterenv.backends.contract import Plan
+from clusterenv.backends.loopback import AgentProcesses
 from clusterenv.backends.remote import Remote
 
 _GATED = """
@@ -76,17 +76,16 @@ class Loopback(Remote):
     events: list[Any] = field(default_factory=list)
     bind: str | None = field(default="127.0.0.1", kw_only=True)
     start_timeout_s: float = field(default=60.0, kw_only=True)
-    heartbeat: tuple[float, float, float] = field(default=(0.2, 10.0, 30.0), kw_only=True)
+    heartbeat_s: tuple[float, float, float] = field(default=(0.2, 10.0, 30.0), kw_only=True)
     oversubscribe: bool = field(default=True, kw_only=True)
 
     def start(self, *args: Any) -> Any:
         self.events[:] = [args[-1]]
+        return super().start(*args)
 
-        def launch(plan: Plan) -> Agents:
-            self.jobs[:] = [Agents(plan, self.heartbeat[1], self.change)]
-            return self.jobs[0]
-
-        return self.start_with(self.nodes, launch, *args)
+    def launch(self, plan: Plan) -> Agents:
+        self.jobs[:] = [Agents(plan, self.heartbeat_s[1], self.change)]
+        return self.jobs[0]
 
     def count(self, *kinds: str) -> int:
         """How many events of these kinds there were."""

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 import clusterenv as ce
-from clusterenv.backends.cluster import Plan, read_tail
+from clusterenv.backends.contract import Plan
+from clusterenv.backends.launch.logs import read_tail
 from clusterenv.backends.remote import Remote
 from clusterenv.transport.keys import read_joining, write_joining
 from netns import Network, Proxy
@@ -36,16 +37,9 @@ class NamespaceJobs:
         self.agents: dict[int, subprocess.Popen[Any]] = {}
         self.is_full = False  # whether there is no machine to be had
 
-    @property
-    def note(self) -> dict[str, Any]:
-        return {}
-
     def look(self) -> dict[int, str]:
         codes = {node: agent.poll() for node, agent in self.agents.items()}
         return {node: f"exited with {code}" for node, code in codes.items() if code is not None}
-
-    def has_job(self, node: int) -> bool:
-        return node in self.agents
 
     def start(self, node: int) -> None:
         if self.is_full:
@@ -54,9 +48,6 @@ class NamespaceJobs:
             command = agent_command(self.plan, node, self.plan.lease_s, self.dead_after_s)
             self.agents[node] = self.net.nodes[node].popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
-    def drop(self, node: int) -> None:
-        return None
-
     def state(self, node: int) -> str:
         return ""
 
@@ -64,7 +55,7 @@ class NamespaceJobs:
         return read_tail(self.plan.folder / f"node-{node}.log")
 
     def describe(self) -> str:
-        return ""
+        return f"{len(self.agents)} node agents in namespaces"
 
     def stop(self, deadline: float) -> None:
         deadline = min(deadline, time.monotonic() + 3)
@@ -80,25 +71,28 @@ class NamespaceJobs:
 class Namespaces(Remote):
     """A backend over the machines of a `Network`; `jobs[0]` are its agents once it runs."""
 
+    nodes: int = field(init=False)
     net: Network
     through_proxy: bool = False
     dead_after_s: float | None = None
     jobs: list[NamespaceJobs] = field(default_factory=list)
     proxies: list[Proxy] = field(default_factory=list)
     start_timeout_s: float = field(default=60.0, kw_only=True)
-    heartbeat: tuple[float, float, float] = field(default=(0.2, 1.5, 3.0), kw_only=True)
+    heartbeat_s: tuple[float, float, float] = field(default=(0.2, 1.5, 3.0), kw_only=True)
     oversubscribe: bool = field(default=True, kw_only=True)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", len(self.net.nodes))
+        super().__post_init__()
+
     def start(self, *args: Any) -> Any:
-        head = self.net.head
+        return self.net.head.call(super().start, *args)
 
-        def launch(plan: Plan) -> NamespaceJobs:
-            if self.through_proxy:
-                self._divert(plan)
-            self.jobs[:] = [NamespaceJobs(self.net, plan, self.dead_after_s)]
-            return self.jobs[0]
-
-        return head.call(self.start_with, len(self.net.nodes), launch, *args)
+    def launch(self, plan: Plan) -> NamespaceJobs:
+        if self.through_proxy:
+            self._divert(plan)
+        self.jobs[:] = [NamespaceJobs(self.net, plan, self.dead_after_s)]
+        return self.jobs[0]
 
     def _divert(self, plan: Plan) -> None:
         """Key files that name a proxy on the first node's machine."""

@@ -12,6 +12,6 @@ def make_with_missing_package():
 
 
 def test_a_package_that_is_missing_on_a_node():
-    backend = ce.Local(workers=2, network=True, nodes=2)
+    backend = ce.Loopback(nodes=2)
     with pytest.raises(ce.EnvError, match=r"'a_package_that_nobody_has' is missing on node [01]: install it there"):
         ce.ClusterEnv(make_with_missing_package, 2, backend=backend)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterenv.backends import note as notes
-from clusterenv.backends.note import Note
+from clusterenv.backends.launch import note as notes
+from clusterenv.backends.launch.note import Note
 from clusterenv.cli import main
 
 LEASE_S = 60.0

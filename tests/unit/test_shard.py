@@ -32,7 +32,7 @@ class FakeProcesses:
     def forward(self, index, frame):
         self.told.append((index, frame))
 
-    def wait(self, timeout_s):
+    def poll(self, timeout_s):
         events, self.events = self.events, []
         return events
 
@@ -43,7 +43,7 @@ class FakeProcesses:
 
 @pytest.fixture
 def node(monkeypatch):
-    monkeypatch.setattr(seat_module, "ProcessCrew", FakeProcesses)
+    monkeypatch.setattr(seat_module, "WorkerProcesses", FakeProcesses)
     sent: list[Any] = []
     workers = ((4, (0,)), (5, (1,)))
     host = Host(2, workers, 2, None, None, True, 1, (), "refuse", False, ())

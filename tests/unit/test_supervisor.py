@@ -8,7 +8,7 @@ import time
 import pytest
 
 import clusterenv as ce
-from clusterenv.backends.supervisor import Keeper
+from clusterenv.backends.launch.supervisor import Keeper
 from clusterenv.events import EventLog
 
 
@@ -31,9 +31,6 @@ class Scheduler:
             raise self.failure
         return dict(self.over)
 
-    def has_job(self, node):
-        return node in self.jobs
-
     def start(self, node):
         self._may_hang("start")
         if self.errors:
@@ -55,8 +52,8 @@ class Scheduler:
 
 @pytest.fixture
 def scheduler(monkeypatch):
-    monkeypatch.setattr("clusterenv.backends.supervisor._LOOK_S", 0.02)
-    monkeypatch.setattr("clusterenv.backends.supervisor._AGAIN_S", 0.1)
+    monkeypatch.setattr("clusterenv.backends.launch.supervisor._LOOK_S", 0.02)
+    monkeypatch.setattr("clusterenv.backends.launch.supervisor._AGAIN_S", 0.1)
     return Scheduler()
 
 
@@ -104,6 +101,59 @@ def test_a_node_is_started_again_when_its_job_is_over(keeper, scheduler):
     keeper.want(1)
     wait_for(lambda: len(scheduler.log) == 4)
     assert scheduler.log[2:] == ["drop 1", "start 1"]
+
+
+class ByHand:
+    """`Jobs` that can only be asked to start."""
+
+    def __init__(self):
+        self.log = []
+
+    def start(self, node):
+        self.log.append(f"start {node}")
+
+
+def test_jobs_that_cannot_be_looked_at_are_started_whenever_they_are_wanted(scheduler, events):
+    keeper, jobs = Keeper(events), ByHand()
+    keeper.keep(jobs, 1)
+    keeper.want(0)
+    wait_for(lambda: len(jobs.log) == 2)
+    keeper.let_go(0)
+    keeper.want(0)
+    wait_for(lambda: len(jobs.log) == 3)
+    assert stop(keeper) == "" and jobs.log == ["start 0"] * 3 and not keeper.over and not events()
+
+
+class WithoutDrop:
+    """`Jobs` of which one cannot be ended alone."""
+
+    def __init__(self):
+        self.log, self.over, self.looks = [], {}, 0
+
+    def start(self, node):
+        self.over.pop(node, None)
+        self.log.append(f"start {node}")
+
+    def look(self):
+        self.looks += 1
+        return dict(self.over)
+
+    def stop(self, deadline):
+        self.log.append("stop")
+
+
+def test_a_job_that_cannot_be_dropped_is_over_before_its_node_is_started_again(scheduler, events):
+    """Or two agents would have one key."""
+    keeper, jobs = Keeper(events), WithoutDrop()
+    keeper.keep(jobs, 1)
+    keeper.let_go(0)
+    keeper.want(0)
+    seen = jobs.looks
+    wait_for(lambda: jobs.looks >= seen + 3)
+    assert jobs.log == ["start 0"], "it was told to leave, and has not yet"
+    jobs.over[0] = "ended"
+    wait_for(lambda: len(jobs.log) == 2)
+    assert stop(keeper) == "" and jobs.log == ["start 0", "start 0", "stop"]
 
 
 def test_a_start_that_fails_is_tried_again(keeper, scheduler, caplog):

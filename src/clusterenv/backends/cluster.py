@@ -1,27 +1,23 @@
 """What every backend over a network shares: keys, a listening head, nodes that are awaited, a pool over them.
 
-A backend brings `Jobs`: how node agents are started, looked after and ended. It sees no message.
+A backend brings `Jobs` (`contract.py`): how node agents are started, looked after and ended. It sees no message.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
 
 from gymnasium.vector import AutoresetMode
 
-from clusterenv.backends.addresses import dialled, listening_address, parse_advertise, parse_port
-from clusterenv.backends.folder import RunFolder
+from clusterenv.backends.contract import CollectsGarbage, DescribesJobs, Hopeless, Jobs, LeavesJobs, Plan, ScheduledJobs
+from clusterenv.backends.launch.addresses import dialled, listening_address, parse_advertise, parse_port
+from clusterenv.backends.launch.folder import RunFolder, key_file, run_path
+from clusterenv.backends.launch.supervisor import Keeper
 from clusterenv.backends.local import split
 from clusterenv.backends.remote import Remote
-from clusterenv.backends.supervisor import Hopeless, Keeper
 from clusterenv.cluster.head import Head, Timing
 from clusterenv.driver import Pool
 from clusterenv.errors import SpecError, StartError
@@ -32,17 +28,15 @@ from clusterenv.spec import Blueprint
 from clusterenv.system.open_files import allow_open_files
 from clusterenv.system.teardown import Teardown
 from clusterenv.transport.keys import make_keys
+from clusterenv.worker.setup import WorkerConfig
 
-__all__ = ["Jobs", "Plan", "agent_command", "start"]
+__all__ = ["example_plan", "start"]
 
 _QUIET_S = 2.0
 """How long nodes are awaited before anything is logged about it."""
 
 _CLEAN_UP_S = 8.0
 """What may be spent on ending the jobs of a run that could not be started."""
-
-_LEASE_S = 60.0
-"""The lease of a node that is not told another (`clusterenv node --lease-s`)."""
 
 _TRIES = 3
 """A node that ends so often while no node has ever come is taken for a mistake that all of them share."""
@@ -51,113 +45,16 @@ _OTHERS_S = 5.0
 """How long the last of `min_nodes` nodes waits for others before the run begins without them."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a backend needs to start node agents."""
-
-    run: str
-    folder: Path
-    files: tuple[Path, ...]
-    """The key file of each node."""
-    lease_s: float
-    allow_pickle: bool
-    nodes: int
-    """So many are wanted at first, of those that have a key file."""
-    address: str
-    """What nodes dial."""
-    closing: threading.Event
-    """Set when the run is over: a question to the scheduler that is under way need not be answered."""
-    digests: tuple[str, ...] = ()
-    """SHA-256 of each key file, where its owner says nothing."""
-
-    def command(self, node: int, python: str | None = None, options: Sequence[str] = ()) -> list[str]:
-        """Return the command that starts the agent of this node on a machine that sees the same files."""
-        digest = ["--key-sha256", self.digests[node]] if self.digests else []
-        return agent_command(self.files[node], [*digest, *self.options, *options], python)
-
-    @property
-    def options(self) -> list[str]:
-        lease = [] if self.lease_s == _LEASE_S else ["--lease-s", f"{self.lease_s:g}"]
-        return [*lease, *([] if self.allow_pickle else ["--no-pickle"])]
-
-
-def agent_command(key: Path, options: Sequence[str] = (), python: str | None = None) -> list[str]:
-    """Return the command that starts a node agent; `python`: an interpreter other than this one."""
-    return [python or sys.executable, "-m", "clusterenv", "node", "--join", str(key), *options]
-
-
-class Jobs(Protocol):
-    """The node agents of one run, as its scheduler has them.
-
-    Nothing is started when it is made. `Keeper`'s thread alone calls it, but for `state`, `log_tail` and `describe`.
-    """
-
-    @property
-    def note(self) -> Mapping[str, Any]:
-        """What `clusterenv gc` needs to end these: {"slurm": {...}}; empty where nothing outlives the nodes."""
-        ...
-
-    def look(self) -> dict[int, str]:
-        """Ask the scheduler: nodes whose agent is known to be over, and why. May be slow, may raise.
-
-        A `Hopeless` reason ends a start at once that needs this node; any other job is started again.
-        """
-        ...
-
-    def has_job(self, node: int) -> bool:
-        """Whether this node was started, and not dropped since: then it is not started again before that is over."""
-        ...
-
-    def start(self, node: int) -> None:
-        """Start this node, for the first time or in place of a job that is over."""
-        ...
-
-    def drop(self, node: int) -> None:
-        """It is not wanted any more, and was told so."""
-        ...
-
-    def state(self, node: int) -> str:
-        """What the scheduler says of a node that has not come yet ("PENDING (Resources)"); may be empty."""
-        ...
-
-    def log_tail(self, node: int) -> str:
-        """The last words of a node, or where they are."""
-        ...
-
-    def describe(self) -> str:
-        """What was started, in the scheduler's own names; may be empty."""
-        ...
-
-    def stop(self, deadline: float) -> None:
-        """End everything by `deadline` (of the monotonic clock). Raises where something may be left.
-
-        Called once, when nothing else will be.
-        """
-        ...
-
-
 def start(
-    remote: Remote,
-    nodes: int,
-    launch: Callable[[Plan], Jobs],
-    blueprint: Blueprint,
-    mode: AutoresetMode | None,
-    recovery: Recovery,
-    events: EventLog,
+    remote: Remote, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog
 ) -> Pool:
     """Listen, have node agents started, wait for them all, and make the pool."""
     host = listening_address(type(remote).__name__, remote.bind)
-    advertised = parse_advertise(remote.advertise)
-    most, each = remote.max_nodes or nodes, remote.workers_per_node
-    workers = most * each
-    if workers > blueprint.num_envs:
-        raise SpecError(
-            f"{most} nodes with {each} workers each are {workers} workers for {blueprint.num_envs} environments: "
-            f"ask for fewer"
-        )
+    nodes, most = remote.nodes, remote.max_nodes or remote.nodes
+    _check_workers(most, remote.workers_per_node, blueprint.num_envs)
     # A connection for each node, a second one for a moment while it dials, and the sockets of the head.
     allow_open_files(f"{most} nodes", more=2 * most + 24)
-    timing = Timing(*remote.heartbeat, remote.move_after_s)
+    timing = Timing(*remote.heartbeat_s, remote.move_after_s)
     folder = RunFolder(remote.folder, timing.lease_s, remote.owner_squashed)
     keeper = Keeper(events)
     head: Head | None = None
@@ -184,47 +81,21 @@ def start(
             timing,
             events,
             keeper,
-            cores=1 if remote.oversubscribe else each,
+            cores=1 if remote.oversubscribe else remote.workers_per_node,
             sends_pickle=remote.allow_pickle,
             invited=nodes,
         )
-        address = dialled(head.address, advertised)
+        address = dialled(head.address, parse_advertise(remote.advertise))
         folder.write_keys(address, keys.public, node_keys)
         with folder.writing():
-            plan = Plan(
-                folder.run,
-                folder.path,
-                folder.files,
-                timing.lease_s,
-                remote.allow_pickle,
-                nodes,
-                address,
-                keeper.closing,
-                folder.digests if remote.owner_squashed else (),
-            )
-            jobs = launch(plan)
-            folder.note.add_jobs(jobs.note)
+            jobs = _launch(remote, folder, timing.lease_s, address, keeper.closing)
             keeper.keep(jobs, nodes)
-        if described := jobs.describe():
-            emit(logging.INFO, described)
+        if isinstance(jobs, DescribesJobs):
+            emit(logging.INFO, jobs.describe())
         head.needed_nodes = remote.min_nodes or nodes
         _await(head, address, keeper, jobs, remote, nodes, blueprint.num_envs)
         head.share_out()
-        slots_of = split(blueprint.num_envs, workers)
-        seat_of = [worker // each for worker in range(workers)]
-        crew = RemoteCrew(
-            head,
-            blueprint,
-            slots_of,
-            seat_of,
-            mode,
-            recovery.check,
-            threads=remote.threads_per_worker,
-            preload=remote.preload,
-            other=remote.other_infos,
-            stop=stop,
-        )
-        pool = Pool(crew, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=seat_of)
+        pool = _make_pool(head, remote, blueprint, mode, recovery, events, stop)
         head.needed_nodes = 1  # from now on, the others take over whatever a node leaves
         return pool
     except BaseException:
@@ -232,11 +103,62 @@ def start(
         raise
 
 
+def _check_workers(most: int, each: int, num_envs: int) -> None:
+    if most * each > num_envs:
+        raise SpecError(
+            f"{most} nodes with {each} workers each are {most * each} workers for {num_envs} environments: "
+            f"ask for fewer"
+        )
+
+
+def _make_pool(
+    head: Head,
+    remote: Remote,
+    blueprint: Blueprint,
+    mode: AutoresetMode | None,
+    recovery: Recovery,
+    events: EventLog,
+    stop: Callable[[float], None],
+) -> Pool:
+    each = remote.workers_per_node
+    workers = (remote.max_nodes or remote.nodes) * each
+    slots_of = split(blueprint.num_envs, workers)
+    seat_of = [worker // each for worker in range(workers)]
+    config = WorkerConfig(mode, recovery.check, remote.threads_per_worker, remote.preload, remote.other_infos)
+    crew = RemoteCrew(head, blueprint, slots_of, seat_of, config, stop)
+    return Pool(crew, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=seat_of)
+
+
+def example_plan(remote: Remote) -> Plan:
+    """Return the plan of a run that there is not, called RUN, for `script`: its files and its address do not exist."""
+    folder = run_path(remote.folder, "RUN")
+    files = tuple(key_file(folder, node) for node in range(remote.max_nodes or remote.nodes))
+    return Plan("RUN", folder, files, remote.heartbeat_s[2], remote.allow_pickle, "tcp://HEAD:PORT")
+
+
+def _launch(remote: Remote, folder: RunFolder, lease_s: float, address: str, closing: threading.Event) -> Jobs:
+    """Return the jobs of the run, with their note written: from then on `clusterenv gc` ends what is left of them."""
+    digests = folder.digests if remote.owner_squashed else ()
+    plan = Plan(folder.run, folder.path, folder.files, lease_s, remote.allow_pickle, address, closing, digests)
+    jobs = remote.launch(plan)
+    try:
+        if isinstance(jobs, LeavesJobs):
+            if not isinstance(remote, CollectsGarbage):
+                name = type(remote).__name__
+                raise SpecError(f"{name}: its jobs have note(), so it needs `name` and collect_garbage(note, deadline)")
+            folder.note.add_jobs({remote.name: dict(jobs.note())})
+    except BaseException:
+        if isinstance(jobs, ScheduledJobs):  # it may have opened connections
+            jobs.stop(time.monotonic() + _CLEAN_UP_S)
+        raise
+    return jobs
+
+
 def _left_behind(folder: RunFolder, left: str, jobs: Jobs | None, lease_s: float) -> str:
-    described = jobs.describe() if jobs is not None else ""
+    described = jobs.describe() if isinstance(jobs, DescribesJobs) else "node agents"
     return (
         f"run {folder.run} is closed, but not all of it could be removed: {left}. It had: "
-        f"{described or 'node agents'}. Nodes that are running end by themselves within {lease_s:g} s; "
+        f"{described}. Nodes that are running end by themselves within {lease_s:g} s; "
         f"`clusterenv gc --folder {folder.path.parent}` removes the rest"
     )
 
@@ -292,19 +214,13 @@ def _hopeless(head: Head, over: Mapping[int, str], missing: Sequence[int]) -> di
 
 
 def _described(jobs: Jobs, node: int, over: Mapping[int, str]) -> str:
-    state = f"{over[node]}, to be started again" if node in over else jobs.state(node)
+    state = f"{over[node]}, to be started again" if node in over else ""
+    if not state and isinstance(jobs, DescribesJobs):
+        state = jobs.state(node)
     return f"node {node}: {state}" if state else f"node {node}"
 
 
 def _tails(jobs: Jobs, nodes: list[int]) -> str:
+    if not isinstance(jobs, DescribesJobs):
+        return ""
     return "".join(f"\nlast words of node {node}:\n{jobs.log_tail(node)}" for node in nodes[:3])
-
-
-def read_tail(path: Path, size: int = 4000) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - size))
-            return file.read().decode(errors="replace").strip() or "(nothing)"
-    except OSError:
-        return f"(no log at {path})"

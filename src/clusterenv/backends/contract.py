@@ -1,30 +1,58 @@
-"""The contract of a backend: turn a blueprint into a running pool."""
+"""The contract of a backend, in small protocols: what every backend has, and what only some can do.
+
+`Backend` is what `ClusterEnv` asks of any place to run. Backends over a network derive from `Remote`, which has all of
+that, and add `launch(plan) -> jobs` (`ClusterBackend`). Whatever else a backend or its jobs can do is an optional
+protocol of its own: it is used where it is there, and nobody stubs it. docs/backends.md has an example in one file;
+`clusterenv.testing.backends` has the tests that every backend passes.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
-
-from gymnasium.vector import AutoresetMode
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from clusterenv.arguments import closest, fits, refused
-from clusterenv.driver import Pool
-from clusterenv.events import EventLog
-from clusterenv.recovery import Recovery
-from clusterenv.spec import Blueprint
+from clusterenv.backends import registry
 
-__all__ = ["Backend", "check_backend"]
+if TYPE_CHECKING:
+    from gymnasium.vector import AutoresetMode
 
-_WRITTEN = {
-    "Local": "Local()",
-    "Manual": "Manual(nodes=...)",
-    "Slurm": "Slurm(nodes=...)",
-    "Kubernetes": "Kubernetes(nodes=..., image=...)",
-    "Ray": "Ray(nodes=...)",
-}
+    from clusterenv.driver import Pool
+    from clusterenv.events import EventLog
+    from clusterenv.recovery import Recovery
+    from clusterenv.spec import Blueprint
+
+__all__ = [
+    "Backend",
+    "CancelsJobs",
+    "ClusterBackend",
+    "CollectsGarbage",
+    "DescribesJobs",
+    "Hopeless",
+    "Jobs",
+    "LeavesJobs",
+    "Plan",
+    "PrintsScript",
+    "ScheduledJobs",
+    "agent_command",
+    "check_backend",
+]
+
+_LEASE_S = 60.0
+"""The lease of a node that is not told another (`clusterenv node --lease-s`)."""
+
+
+# -- backends -----------------------------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class Backend(Protocol):
+    """A place to run environments: what `ClusterEnv(backend=...)` takes."""
+
     @property
     def is_remote(self) -> bool:
         """Whether code has to travel to machines that may not have the user's files."""
@@ -35,7 +63,169 @@ class Backend(Protocol):
         """Whether code may travel at all."""
         ...
 
-    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool: ...
+    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
+        """Make the environments, and return what steps them."""
+        ...
+
+
+@runtime_checkable
+class ClusterBackend(Backend, Protocol):
+    """A backend that starts node agents; derive from `Remote`, which brings all but `launch`."""
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes at the start."""
+        ...
+
+    def launch(self, plan: Plan) -> Jobs:
+        """Return the jobs of a run. Nothing is started yet: `Jobs.start` is called for each node.
+
+        Called in the thread of the user, once per run. Raises `StartError` where the scheduler cannot be used from
+        here. What is opened here is closed by `ScheduledJobs.stop`.
+        """
+        ...
+
+
+@runtime_checkable
+class PrintsScript(Protocol):
+    """Optional: a backend that submits text, which `clusterenv script NAME` prints."""
+
+    def script(self, plan: Plan) -> str:
+        """Return what would be submitted for node 0 of this plan, whose files need not exist. Pure."""
+        ...
+
+
+@runtime_checkable
+class CollectsGarbage(Protocol):
+    """Optional: a backend whose jobs can outlive a killed head (`LeavesJobs`): `clusterenv gc` ends them."""
+
+    name: ClassVar[str]
+    """The name of its entry point in the group `clusterenv.backends`, by which `clusterenv gc` finds the class."""
+
+    @staticmethod
+    def collect_garbage(note: Mapping[str, Any], deadline: float) -> str:
+        """End what is left of the run whose jobs wrote this note, by `deadline` (of the monotonic clock).
+
+        Returns one line that says what was ended; nothing that is gone already is an error. Raises `StartError` where
+        something may be left: then the note is kept, for the next time.
+        """
+        ...
+
+
+# -- jobs ---------------------------------------------------------------------------------------------------------
+
+
+class Jobs(Protocol):
+    """The node agents of one run. A single thread, the supervisor's, calls `start`, `look`, `drop` and `stop`."""
+
+    def start(self, node: int) -> None:
+        """Start the agent of this node (`Plan.command`), for the first time or in place of one that is over.
+
+        May be slow; raises where it fails, and is called again some seconds later. The first starts of a run are an
+        exception: there, what is raised reaches the user.
+        """
+        ...
+
+
+class Hopeless(str):
+    """Why a job is over, as `ScheduledJobs.look` says it, where starting it again would not help."""
+
+    __slots__ = ()
+
+
+@runtime_checkable
+class ScheduledJobs(Jobs, Protocol):
+    """Optional: jobs that can be asked for and ended. Others are started again whenever their node is missing."""
+
+    def look(self) -> dict[int, str]:
+        """Return the nodes whose agent is known to be over, and why. Called twice a second; may be slow, may raise.
+
+        A `Hopeless` reason ends a start at once that needs this node; any other job is started again.
+        """
+        ...
+
+    def stop(self, deadline: float) -> None:
+        """End everything by `deadline` (of the monotonic clock). Raises where something may be left.
+
+        Called once, as the last call. Nodes were told to leave just before, and usually end by themselves.
+        """
+        ...
+
+
+@runtime_checkable
+class CancelsJobs(Protocol):
+    """Optional: jobs of which one can be ended alone. Others end when their node was told to leave."""
+
+    def drop(self, node: int) -> None:
+        """End the job of this node, which is not wanted any more and was told to leave; it may wait in a queue."""
+        ...
+
+
+@runtime_checkable
+class DescribesJobs(Protocol):
+    """Optional: jobs that have something to say about themselves. Called by any thread."""
+
+    def state(self, node: int) -> str:
+        """Return what the scheduler says of a node that has not joined ("PENDING (Resources)"); may be empty."""
+        ...
+
+    def log_tail(self, node: int) -> str:
+        """Return the last lines that a node's agent wrote, or where they are."""
+        ...
+
+    def describe(self) -> str:
+        """Return what was started, in the scheduler's own names."""
+        ...
+
+
+@runtime_checkable
+class LeavesJobs(Protocol):
+    """Optional: jobs that outlive a killed head. Node agents end by themselves; queued jobs and objects do not."""
+
+    def note(self) -> Mapping[str, Any]:
+        """Return what `CollectsGarbage.collect_garbage` needs, as JSON: names, never secrets.
+
+        It is written before the first job is started.
+        """
+        ...
+
+
+# -- what a launch is given ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a backend needs to start node agents."""
+
+    run: str
+    """The run's own name: eight hexadecimal digits, to name jobs by."""
+    folder: Path
+    """The run's folder (mode 0700), which is removed at the end: for what nodes read, and for logs."""
+    files: tuple[Path, ...]
+    """The key file of each node; as many as there may ever be nodes. Secret."""
+    lease_s: float
+    allow_pickle: bool
+    address: str
+    """What nodes dial."""
+    closing: threading.Event = field(default_factory=threading.Event)
+    """Set when the run is over: a question to the scheduler that is under way need not be answered."""
+    digests: tuple[str, ...] = ()
+    """SHA-256 of each key file, where its owner says nothing."""
+
+    def command(self, node: int, python: str | None = None, options: Sequence[str] = ()) -> list[str]:
+        """Return the command that starts the agent of this node on a machine that sees the same files."""
+        digest = ["--key-sha256", self.digests[node]] if self.digests else []
+        return agent_command(self.files[node], [*digest, *self.options, *options], python)
+
+    @property
+    def options(self) -> list[str]:
+        lease = [] if self.lease_s == _LEASE_S else ["--lease-s", f"{self.lease_s:g}"]
+        return [*lease, *([] if self.allow_pickle else ["--no-pickle"])]
+
+
+def agent_command(key: Path, options: Sequence[str] = (), python: str | None = None) -> list[str]:
+    """Return the command that starts a node agent; `python`: an interpreter other than this one."""
+    return [python or sys.executable, "-m", "clusterenv", "node", "--join", str(key), *options]
 
 
 def check_backend(backend: Any) -> None:
@@ -44,7 +234,8 @@ def check_backend(backend: Any) -> None:
         return
     hint = ""
     if isinstance(backend, type):
-        hint = f"this is the class, write backend={_WRITTEN.get(backend.__name__, f'{backend.__name__}(...)')}"
-    elif isinstance(backend, str) and (name := closest(backend, _WRITTEN)) is not None:
-        hint = f"write backend={_WRITTEN[name]}"
-    raise refused("ClusterEnv", "backend", backend, f"a backend such as {', '.join(_WRITTEN.values())}", hint)
+        hint = f"this is the class, write backend={registry.written(backend)}"
+    elif isinstance(backend, str) and (name := closest(backend, registry.names())) is not None:
+        hint = f"write backend={registry.written(registry.find(name))}"
+    known = ", ".join(registry.written(registry.find(name)) for name in registry.OWN)
+    raise refused("ClusterEnv", "backend", backend, f"a backend such as {known}", hint)

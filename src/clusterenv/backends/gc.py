@@ -2,7 +2,7 @@
 
 Nodes end by themselves when their lease on the head is over. What stays is what cannot know: jobs that wait in a queue,
 objects in a Kubernetes namespace, key files. They are found by the note in the run's folder (`Note`); what a backend
-left is removed by its own `collect`. A note is deleted last, and only when everything else is gone.
+left is removed by its own `collect_garbage`. A note is deleted last, and only when everything else is gone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clusterenv.backends.note import NAME, life, now_there
-from clusterenv.errors import ClusterEnvError
+from clusterenv.backends import registry
+from clusterenv.backends.launch.note import NAME, life, now_there
+from clusterenv.errors import ClusterEnvError, SpecError, StartError
 
 __all__ = ["Removed", "places", "remove", "remove_pods"]
 
@@ -94,20 +95,14 @@ def remove_pods(
         return Removed(0, 1)
 
 
-def _collect(backend: str, facts: Mapping[str, Any], say: Callable[[str], None]) -> None:
+def _collect(name: str, facts: Mapping[str, Any], say: Callable[[str], None]) -> None:
     """Raises where something may be left."""
-    deadline = time.monotonic() + _COLLECT_S
-    if backend == "slurm":
-        from clusterenv.backends import slurm_jobs
-
-        say(slurm_jobs.collect(facts, deadline))
-    elif backend == "kubernetes":
-        from clusterenv.backends import kubernetes_api
-
-        say(kubernetes_api.collect(facts, deadline))
-    elif backend == "ray":
-        from clusterenv.backends import ray
-
-        say(ray.collect(facts, deadline))
-    else:
-        raise ValueError(f"the note names a backend {backend!r} that this version does not know")
+    collect_garbage = getattr(registry.find(name), "collect_garbage", None)
+    if collect_garbage is None:
+        raise SpecError(f"the note names the backend {name!r}, which has no collect_garbage()")
+    try:
+        say(collect_garbage(facts, time.monotonic() + _COLLECT_S))
+    except ClusterEnvError:
+        raise
+    except Exception as error:  # it may be of another package, and is not to end the search
+        raise StartError(f"{type(error).__name__}: {error}") from error

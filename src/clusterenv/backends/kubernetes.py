@@ -8,27 +8,22 @@ Security Standard unless options say otherwise.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from clusterenv.backends.kubernetes_api import LEASE, SEEN, Api, delete_run, labels, now, selector
+from clusterenv.backends.contract import Hopeless
+from clusterenv.backends.kubernetes_api import LEASE, SEEN, Api, collect, delete_run, labels, now, selector
 from clusterenv.backends.remote import Remote
-from clusterenv.backends.supervisor import Hopeless
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import emit
 from clusterenv.system.exits import NEVER
 
 if TYPE_CHECKING:
-    from gymnasium.vector import AutoresetMode
-
-    from clusterenv.backends.cluster import Plan
-    from clusterenv.driver import Pool
-    from clusterenv.events import EventLog
-    from clusterenv.recovery import Recovery
-    from clusterenv.spec import Blueprint
+    from clusterenv.backends.contract import Plan
 
 __all__ = ["Kubernetes", "pod_manifest", "run_manifest", "secret_manifest"]
 
@@ -68,7 +63,6 @@ class Kubernetes(Remote):
         others: as in `Remote`, which see.
     """
 
-    nodes: int
     image: str
     namespace: str | None = None
     cpu: str | float | None = None
@@ -83,24 +77,28 @@ class Kubernetes(Remote):
     kubeconfig: str | None = None
     context: str | None = None
     grace_s: int = 30
+    name: ClassVar[str] = "kubernetes"
 
     def __post_init__(self) -> None:
-        self._check(self.nodes)
+        super().__post_init__()
         if not self.image:
             raise SpecError("Kubernetes(image=''): name an image that has clusterenv in it")
         if self.run_as_user is not None and self.run_as_user < 0:
             raise SpecError(f"Kubernetes(run_as_user={self.run_as_user}): a user id, 0 or more, or None")
 
-    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
+    def launch(self, plan: Plan) -> _Pods:
         api = Api(self.kubeconfig, self.context)
-        namespace = self.namespace or api.namespace
-        try:
-            return self.start_with(
-                self.nodes, lambda plan: _Pods(self, plan, api, namespace), blueprint, mode, recovery, events
-            )
-        except BaseException:
-            api.close()
-            raise
+        return _Pods(self, plan, api, self.namespace or api.namespace)
+
+    def script(self, plan: Plan) -> str:
+        owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": f"clusterenv-{plan.run}", "uid": "..."}
+        pod = pod_manifest(self, plan.run, 0, f"clusterenv-{plan.run}-0-1", plan.options, owner)
+        items = [run_manifest(plan.run, plan.lease_s), secret_manifest(plan.run, 0, "...", owner), pod]
+        return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2)
+
+    @staticmethod
+    def collect_garbage(note: Mapping[str, Any], deadline: float) -> str:
+        return collect(note, deadline)
 
 
 # -- manifests ----------------------------------------------------------------------------------------------------
@@ -185,9 +183,8 @@ class _Pods:
         self._seen: dict[str, Any] = {}  # pod → as the API last described it; None: it is gone
         self._beat_at, self._may_beat = time.monotonic() + _BEAT_S, True
 
-    @property
     def note(self) -> dict[str, Any]:
-        return {"kubernetes": {**self._api.note, "namespace": self._namespace, "run": self._plan.run}}
+        return {**self._api.note, "namespace": self._namespace, "run": self._plan.run}
 
     def look(self) -> dict[int, str]:
         found = self._api.ask("list_namespaced_pod", self._namespace, label_selector=selector(self._plan.run))
@@ -214,9 +211,6 @@ class _Pods:
                 if self._may_beat:
                     emit(logging.WARNING, f"`clusterenv gc --kubernetes` may take this run for abandoned: {error}")
                 self._may_beat = False
-
-    def has_job(self, node: int) -> bool:
-        return bool(self._pod[node])
 
     def start(self, node: int) -> None:
         self._delete(node, 0)

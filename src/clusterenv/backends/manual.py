@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clusterenv.backends.remote import Remote
 from clusterenv.events import instruct
 
 if TYPE_CHECKING:
-    from gymnasium.vector import AutoresetMode
-
-    from clusterenv.backends.cluster import Plan
-    from clusterenv.driver import Pool
-    from clusterenv.events import EventLog
-    from clusterenv.recovery import Recovery
-    from clusterenv.spec import Blueprint
+    from clusterenv.backends.contract import Plan
 
 __all__ = ["Manual"]
 
@@ -29,52 +23,28 @@ class Manual(Remote):
         others: as in `Remote`, which see.
     """
 
-    nodes: int
+    def launch(self, plan: Plan) -> _ByHand:
+        return _ByHand(plan)
 
-    def __post_init__(self) -> None:
-        self._check(self.nodes)
+    def script(self, plan: Plan) -> str:
+        return _line(plan, 0)
 
-    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
-        return self.start_with(self.nodes, _ByHand, blueprint, mode, recovery, events)
+
+def _line(plan: Plan, node: int) -> str:
+    return " ".join(["clusterenv node --join", plan.files[node].name, *plan.options])
 
 
 class _ByHand:
-    """`Jobs` that the user runs."""
+    """`Jobs` that the user runs, who sees how they end: a node that is missing is asked for again at once."""
 
     def __init__(self, plan: Plan) -> None:
-        self._lines = [" ".join(["clusterenv node --join", path.name, *plan.options]) for path in plan.files]
-        self._files, self._shown = plan.files, set[int]()
+        self._plan, self._shown = plan, set[int]()
         instruct(
             f"The nodes dial {plan.address}. Copy each key file from {plan.folder} to its machine "
             "(scp keeps it private), and start there:"
         )
 
-    @property
-    def note(self) -> dict[str, Any]:
-        return {}
-
-    def look(self) -> dict[int, str]:
-        return {}  # nobody knows
-
-    def has_job(self, node: int) -> bool:
-        return False  # the user sees whether it runs, and is told at once
-
     def start(self, node: int) -> None:
         what = f"clusterenv: node {node} is wanted" if node in self._shown else f"  node {node}"
         self._shown.add(node)
-        instruct(f"{what}: {self._lines[node]}    # {self._files[node]}")
-
-    def drop(self, node: int) -> None:
-        return None
-
-    def state(self, node: int) -> str:
-        return ""
-
-    def log_tail(self, node: int) -> str:
-        return "(in the terminal where it was started)"
-
-    def describe(self) -> str:
-        return ""
-
-    def stop(self, deadline: float) -> None:
-        return None
+        instruct(f"{what}: {_line(self._plan, node)}    # {self._plan.files[node]}")

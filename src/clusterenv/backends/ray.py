@@ -17,24 +17,24 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from clusterenv.arguments import expect
+from clusterenv.backends.contract import Hopeless
 from clusterenv.backends.remote import Remote
-from clusterenv.backends.supervisor import Hopeless
 from clusterenv.errors import StartError
 from clusterenv.system.exits import NEVER, how_it_ended
 
 if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode
 
-    from clusterenv.backends.cluster import Plan
+    from clusterenv.backends.contract import Plan
     from clusterenv.driver import Pool
     from clusterenv.events import EventLog
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
 
-__all__ = ["NodeActor", "Ray", "collect"]
+__all__ = ["NodeActor", "Ray"]
 
 _STOP_S = 3.0
 _NAMESPACE = "clusterenv"
@@ -53,35 +53,40 @@ class Ray(Remote):
         others: as in `Remote`, which see.
     """
 
-    nodes: int
     cpus_per_node: float | None = None
     resources: Mapping[str, float] = field(default_factory=dict)
     address: str = "auto"
+    name: ClassVar[str] = "ray"
 
     def __post_init__(self) -> None:
-        self._check(self.nodes)
+        super().__post_init__()
         expect("Ray", "cpus_per_node", self.cpus_per_node, float | None, least=0)
 
     def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
-        try:
-            import ray
-        except ImportError:
-            raise StartError('Ray(...) needs Ray: pip install "clusterenv[ray]"') from None
+        if self.address == "local" and self.bind is None and not _imported().is_initialized():
+            # The nodes of a cluster that is started for the run are processes of this machine.
+            return replace(self, bind="127.0.0.1").start(blueprint, mode, recovery, events)
+        return super().start(blueprint, mode, recovery, events)
+
+    def launch(self, plan: Plan) -> _Actors:
+        ray = _imported()
         is_ours = not ray.is_initialized()
         if is_ours:
             _probe(self.address)
             _init(self.address)
-        # The nodes of a cluster that was started for the run are processes of this machine.
-        is_here = is_ours and self.address == "local"
-        remote = replace(self, bind="127.0.0.1") if is_here and self.bind is None else self
-        try:
-            return remote.start_with(
-                self.nodes, lambda plan: _Actors(self, plan, is_ours), blueprint, mode, recovery, events
-            )
-        except BaseException:
-            if is_ours:
-                ray.shutdown()
-            raise
+        return _Actors(self, plan, ray, is_ours)
+
+    @staticmethod
+    def collect_garbage(note: Mapping[str, Any], deadline: float) -> str:
+        return _kill_actors(note["address"], note["prefix"])
+
+
+def _imported() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise StartError('Ray(...) needs Ray: pip install "clusterenv[ray]"') from None
+    return ray
 
 
 def _init(address: str) -> None:
@@ -134,9 +139,7 @@ class NodeActor:
 class _Actors:
     """`Jobs` of Ray."""
 
-    def __init__(self, backend: Ray, plan: Plan, is_ours: bool) -> None:
-        import ray
-
+    def __init__(self, backend: Ray, plan: Plan, ray: Any, is_ours: bool) -> None:
         self._ray, self._backend, self._plan, self._is_ours = ray, backend, plan, is_ours
         cpus = backend.workers_per_node if backend.cpus_per_node is None else backend.cpus_per_node
         options: dict[str, Any] = {"num_cpus": cpus, "resources": dict(backend.resources) or None, "max_restarts": 0}
@@ -148,9 +151,8 @@ class _Actors:
         self._asked: dict[int, Any] = {}
         self._count = 0
 
-    @property
     def note(self) -> dict[str, Any]:
-        return {"ray": {"address": self._ray.get_runtime_context().gcs_address, "prefix": self._prefix}}
+        return {"address": self._ray.get_runtime_context().gcs_address, "prefix": self._prefix}
 
     def look(self) -> dict[int, str]:
         """Take the answers that are there, and ask again."""
@@ -170,9 +172,6 @@ class _Actors:
             else:
                 self._over[node] = (Hopeless if code == NEVER else str)(f"ended: {how_it_ended(code)}")
         return dict(self._over)
-
-    def has_job(self, node: int) -> bool:
-        return node in self._actors
 
     def start(self, node: int) -> None:
         self._kill(node)
@@ -221,8 +220,8 @@ class _Actors:
             self._ray.shutdown()
 
 
-def collect(facts: Mapping[str, Any], deadline: float) -> str:
-    """Kill the actors that a run's note names, and say so. Raises where that fails.
+def _kill_actors(address: str, prefix: str) -> str:
+    """Kill the actors of a run, and say so. Raises where that fails.
 
     Ray ends them itself with the script that made them; not before, where that goes on without them.
     """
@@ -231,7 +230,6 @@ def collect(facts: Mapping[str, Any], deadline: float) -> str:
         from ray.util import list_named_actors
     except ImportError:
         raise StartError('the run has actors of Ray: pip install "clusterenv[ray]"') from None
-    address, prefix = facts["address"], facts["prefix"]
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=5.0).close()

@@ -1,20 +1,21 @@
-"""The options that every backend over a network takes."""
+"""The base of every backend over a network: its options, and how a run is started with them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import warnings
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from clusterenv.arguments import check_fields, expect
-from clusterenv.backends.addresses import parse_advertise, parse_port
+from clusterenv.backends.launch.addresses import parse_advertise, parse_port
 from clusterenv.errors import SpecError
 
 if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode
 
-    from clusterenv.backends.cluster import Jobs, Plan
+    from clusterenv.backends.contract import Jobs, Plan
     from clusterenv.driver import Pool
     from clusterenv.events import EventLog
     from clusterenv.recovery import Recovery
@@ -24,9 +25,11 @@ __all__ = ["Remote"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remote:
-    """
+class Remote(ABC):
+    """A backend that starts node agents on other machines; derived classes say how, in `launch`.
+
     Args:
+        nodes: number of nodes at the start.
         workers_per_node: environment processes on each machine.
         bind: the address or interface of this machine to listen on, IPv4 or IPv6. None: the address from which this
             machine reaches others; where it has no route, its only address that is not loopback.
@@ -43,12 +46,15 @@ class Remote:
         min_nodes: begin when so many have come and no other did for 5 s; the rest may join later. None: all.
         threads_per_worker, preload: as in `Local`.
         other_infos: what to do with infos that are not plain data: "refuse", or send their "repr".
-        heartbeat: tune how fast a lost node is noticed (seconds): beat, silence, lease of a node on its head.
+        heartbeat_s: how fast a lost node is noticed: the time between two beats, the silence after which a node counts
+            as lost, and the lease after which a node without its head ends.
         move_after_s: a node that stays away for so long hands its slots to the others; None: they wait for it.
         oversubscribe: allow more workers than CPUs that a node may use, by its affinity and control group quotas.
         allow_pickle: False: nodes get ids, plain arguments and weights, but no code (`clusterenv node --no-pickle`).
+        heartbeat: deprecated; write `heartbeat_s`.
     """
 
+    nodes: int = field(kw_only=False)
     workers_per_node: int = 1
     bind: str | None = None
     port: int | tuple[int, int] = 0
@@ -61,16 +67,23 @@ class Remote:
     threads_per_worker: int | None = 1
     preload: tuple[str, ...] = ()
     other_infos: Literal["refuse", "repr"] = "refuse"
-    heartbeat: tuple[float, float, float] = (1.0, 10.0, 60.0)
+    heartbeat_s: tuple[float, float, float] = (1.0, 10.0, 60.0)
     move_after_s: float | None = 30.0
     oversubscribe: bool = False
     allow_pickle: bool = True
+    heartbeat: tuple[float, float, float] | None = None
     is_remote: ClassVar[bool] = True
 
-    def _check(self, nodes: int) -> None:
-        name = type(self).__name__
+    def __post_init__(self) -> None:
+        name, nodes = type(self).__name__, self.nodes
         parse_port(self.port, name)  # first: these name what they expect better than their annotations do
         parse_advertise(self.advertise, name)
+        if self.heartbeat is not None:
+            warnings.warn(
+                f"{name}(heartbeat=...) is deprecated: write heartbeat_s=...", DeprecationWarning, stacklevel=3
+            )
+            object.__setattr__(self, "heartbeat_s", self.heartbeat)
+            object.__setattr__(self, "heartbeat", None)
         check_fields(self)
         expect(name, "nodes", nodes, int, least=1)
         expect(name, "workers_per_node", self.workers_per_node, int, least=1)
@@ -79,15 +92,11 @@ class Remote:
         if self.max_nodes is not None and self.max_nodes < nodes:
             raise SpecError(f"{name}(max_nodes={self.max_nodes}): at least nodes={nodes}")
 
-    def start_with(
-        self,
-        nodes: int,
-        launch: Callable[[Plan], Jobs],
-        blueprint: Blueprint,
-        mode: AutoresetMode | None,
-        recovery: Recovery,
-        events: EventLog,
-    ) -> Pool:
-        from clusterenv.backends import cluster as network
+    @abstractmethod
+    def launch(self, plan: Plan) -> Jobs:
+        """Return the jobs of a run, none of which is started yet: see `contract.ClusterBackend`."""
 
-        return network.start(self, nodes, launch, blueprint, mode, recovery, events)
+    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
+        from clusterenv.backends import cluster
+
+        return cluster.start(self, blueprint, mode, recovery, events)

@@ -12,21 +12,16 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError, StartError
 
 if TYPE_CHECKING:
-    from gymnasium.vector import AutoresetMode
+    from clusterenv.backends.contract import Plan
+    from clusterenv.backends.slurm_jobs import SlurmJobs, SlurmSteps
 
-    from clusterenv.backends.cluster import Plan
-    from clusterenv.driver import Pool
-    from clusterenv.events import EventLog
-    from clusterenv.recovery import Recovery
-    from clusterenv.spec import Blueprint
-
-__all__ = ["Slurm", "grace_options", "job_script", "script_body", "srun_command"]
+__all__ = ["Slurm", "grace_options", "job_script", "log_file", "script_body", "srun_command"]
 
 _SIGNAL_S = 60
 """What `--signal=TERM` means without a time."""
@@ -58,7 +53,6 @@ class Slurm(Remote):
         others: as in `Remote`, which see.
     """
 
-    nodes: int
     cpus_per_worker: int = 1
     mem: str | int | None = None
     partition: str | None = None
@@ -78,14 +72,15 @@ class Slurm(Remote):
     grace_s: int = field(default=30, kw_only=True)
     folder: str | os.PathLike[str] | None = field(default="~/.clusterenv", kw_only=True)
     # The lease: Ctrl-Z must not cost a place in the queue.
-    heartbeat: tuple[float, float, float] = field(default=(1.0, 10.0, 300.0), kw_only=True)
+    heartbeat_s: tuple[float, float, float] = field(default=(1.0, 10.0, 300.0), kw_only=True)
+    name: ClassVar[str] = "slurm"
 
     def __post_init__(self, interface: str | None) -> None:
         if interface is not None:
             if self.bind not in (None, interface):
                 raise SpecError(f"Slurm(interface={interface!r}, bind={self.bind!r}): two names of one thing: give one")
             object.__setattr__(self, "bind", interface)
-        self._check(self.nodes)
+        super().__post_init__()
         if "job-name" in self.extra:
             raise SpecError(
                 f"Slurm(extra={{'job-name': {self.extra['job-name']!r}}}): jobs are named after their run, by which "
@@ -113,18 +108,29 @@ class Slurm(Remote):
         }
         return {**{name: value for name, value in own.items() if value is not None}, **self.extra}
 
-    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
+    def launch(self, plan: Plan) -> SlurmJobs | SlurmSteps:
         for program in ("sbatch", "squeue", "scancel") if self.mode == "submit" else ("srun", "scontrol"):
             if shutil.which(program) is None:
                 raise StartError(f"Slurm: there is no {program} on PATH: run this where SLURM's commands are")
         from clusterenv.backends.slurm_jobs import SlurmJobs, SlurmSteps, hosts_of_allocation
 
-        hosts = hosts_of_allocation(self) if self.mode == "srun" else None
+        return SlurmJobs(self, plan) if self.mode == "submit" else SlurmSteps(self, plan, hosts_of_allocation(self))
 
-        def launch(plan: Plan) -> SlurmJobs | SlurmSteps:
-            return SlurmJobs(self, plan) if hosts is None else SlurmSteps(self, plan, hosts)
+    def script(self, plan: Plan) -> str:
+        command, log = plan.command(0, self.python, grace_options(self)), log_file(plan, 0)
+        return job_script(self, f"clusterenv-{plan.run}", command, log, Path.cwd())
 
-        return self.start_with(self.nodes, launch, blueprint, mode, recovery, events)
+    @staticmethod
+    def collect_garbage(note: Mapping[str, Any], deadline: float) -> str:
+        from clusterenv.backends.slurm_jobs import cancel_named
+
+        cancel_named(note["name"], deadline, {} if note["conf"] is None else {"SLURM_CONF": note["conf"]})
+        return f"SLURM jobs named {note['name']} are cancelled"
+
+
+def log_file(plan: Plan, node: int) -> Path:
+    """Where the log of a node lies; it is not removed with the run."""
+    return plan.folder.parent / "logs" / plan.run / f"node-{node}.log"
 
 
 def _words(wrap: str | Sequence[str]) -> tuple[str, ...]:

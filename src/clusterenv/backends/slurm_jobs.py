@@ -1,7 +1,7 @@
 """Node agents on SLURM, as jobs in its queue (`SlurmJobs`) or as steps of the script's own allocation (`SlurmSteps`).
 
 Runs `sbatch`, `squeue`, `scancel` and `srun`. All jobs of a run have one name, by which they are found and cancelled,
-also by `clusterenv gc` (`collect`).
+also by `clusterenv gc` (`Slurm.collect_garbage`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterenv.backends.programs import NoAnswer, ask
-from clusterenv.backends.slurm import grace_options, job_script, script_body, srun_command
-from clusterenv.backends.supervisor import Hopeless
+from clusterenv.backends.contract import Hopeless
+from clusterenv.backends.launch.logs import read_tail
+from clusterenv.backends.launch.programs import NoAnswer, ask
+from clusterenv.backends.slurm import grace_options, job_script, log_file, script_body, srun_command
 from clusterenv.errors import StartError
 
 if TYPE_CHECKING:
-    from clusterenv.backends.cluster import Plan
+    from clusterenv.backends.contract import Plan
     from clusterenv.backends.slurm import Slurm
 
-__all__ = ["SlurmJobs", "SlurmSteps", "collect", "hosts_of_allocation"]
+__all__ = ["SlurmJobs", "SlurmSteps", "cancel_named", "hosts_of_allocation"]
 
 _OVER = {
     "BOOT_FAIL",
@@ -66,7 +67,7 @@ class SlurmJobs:
     def __init__(self, slurm: Slurm, plan: Plan) -> None:
         self._slurm, self._plan = slurm, plan
         self._name = f"clusterenv-{plan.run}"
-        self._logs = _logs(plan)
+        self._logs = _make_logs(plan)
         self._job = [""] * len(plan.files)  # the last one of each node
         self._all: list[str] = []
         self._is_sure = True  # that `_all` are all; not after an `sbatch` without an answer
@@ -75,9 +76,8 @@ class SlurmJobs:
         self._ask_at = 0.0
         self._failure: StartError | None = None  # of the last question
 
-    @property
     def note(self) -> dict[str, Any]:
-        return {"slurm": {"name": self._name, "conf": os.environ.get("SLURM_CONF")}}
+        return {"name": self._name, "conf": os.environ.get("SLURM_CONF")}
 
     def look(self) -> dict[int, str]:
         if time.monotonic() >= self._ask_at:
@@ -108,13 +108,10 @@ class SlurmJobs:
         self._states = {job: (state, reason) for job, state, reason in lines}
         self._seen |= self._states.keys()
 
-    def has_job(self, node: int) -> bool:
-        return bool(self._job[node])
-
     def start(self, node: int) -> None:
         self._cancel(node)  # it may wait for what will never be
         command = self._plan.command(node, self._slurm.python, grace_options(self._slurm))
-        script = job_script(self._slurm, self._name, command, self._log(node), Path.cwd())
+        script = job_script(self._slurm, self._name, command, log_file(self._plan, node), Path.cwd())
         try:
             answer = _run(["sbatch", "--parsable"], script, closing=self._plan.closing, patience_s=_LAST_COMMAND_S)
         except NoAnswer:
@@ -139,48 +136,39 @@ class SlurmJobs:
         state, reason = self._states.get(self._job[node], ("", ""))
         return f"{state} ({reason})" if reason not in ("", "None") else state
 
-    def _log(self, node: int) -> Path:
-        return self._logs / f"node-{node}.log"
-
     def log_tail(self, node: int) -> str:
-        from clusterenv.backends.cluster import read_tail
-
         state = self.state(node)
-        return f"SLURM job {self._job[node]}{': ' * bool(state)}{state}\n{read_tail(self._log(node))}"
+        return f"SLURM job {self._job[node]}{': ' * bool(state)}{state}\n{read_tail(log_file(self._plan, node))}"
 
     def describe(self) -> str:
         return f"{len(self._all)} SLURM jobs named {self._name} ({_listed(self._all)}); logs in {self._logs}"
 
     def stop(self, deadline: float) -> None:
-        _cancel_named(self._name, deadline)
+        cancel_named(self._name, deadline)
         if not self._is_sure:
             raise StartError("an sbatch did not answer: its job may still be submitted")
 
 
 class SlurmSteps:
-    """`Jobs` within an allocation: an `srun` per node, children of this process."""
+    """`Jobs` within an allocation: an `srun` per node, children of this process.
+
+    Steps end with the lease of their nodes, or with the allocation: they leave nothing to `clusterenv gc`.
+    """
 
     def __init__(self, slurm: Slurm, plan: Plan, hosts: list[str]) -> None:
         self._slurm, self._plan, self._hosts = slurm, plan, hosts
-        self._logs = _logs(plan)
+        self._logs = _make_logs(plan)
         self._steps: dict[int, subprocess.Popen[bytes]] = {}
-
-    @property
-    def note(self) -> dict[str, Any]:
-        return {}  # steps end with the lease of their nodes, or with the allocation
 
     def look(self) -> dict[int, str]:
         codes = {node: step.poll() for node, step in self._steps.items()}
         return {node: f"ended: srun exited with {code}" for node, code in codes.items() if code is not None}
 
-    def has_job(self, node: int) -> bool:
-        return node in self._steps
-
     def start(self, node: int) -> None:
         script = self._plan.folder / f"node-{node}.sh"
         command = self._plan.command(node, self._slurm.python, grace_options(self._slurm))
         script.write_text("\n".join(["#!/bin/bash", *script_body(self._slurm, command)]))
-        with (self._logs / f"node-{node}.log").open("ab") as log:
+        with log_file(self._plan, node).open("ab") as log:
             self._steps[node] = subprocess.Popen(
                 srun_command(self._slurm, self._hosts[node], script),
                 stdin=subprocess.DEVNULL,
@@ -189,16 +177,11 @@ class SlurmSteps:
                 start_new_session=True,  # Ctrl-C in the terminal reaches the head alone, which then closes
             )
 
-    def drop(self, node: int) -> None:
-        return None  # its step ends by itself
-
     def state(self, node: int) -> str:
         return f"on {self._hosts[node]}"
 
     def log_tail(self, node: int) -> str:
-        from clusterenv.backends.cluster import read_tail
-
-        return read_tail(self._logs / f"node-{node}.log")
+        return read_tail(log_file(self._plan, node))
 
     def describe(self) -> str:
         return f"{len(self._steps)} steps on {_listed([self._hosts[i] for i in self._steps])}; logs in {self._logs}"
@@ -224,15 +207,8 @@ class SlurmSteps:
                 step.wait(max(0.0, deadline - time.monotonic()))
 
 
-def collect(facts: Mapping[str, Any], deadline: float) -> str:
-    """Cancel the jobs that a run's note names, and say so. Raises where that fails."""
-    env = {} if facts["conf"] is None else {"SLURM_CONF": facts["conf"]}
-    _cancel_named(facts["name"], deadline, env)
-    return f"SLURM jobs named {facts['name']} are cancelled"
-
-
-def _cancel_named(name: str, deadline: float, env: Mapping[str, str] | None = None) -> None:
-    """Whatever state they are in; also those whose `sbatch` never answered."""
+def cancel_named(name: str, deadline: float, env: Mapping[str, str] | None = None) -> None:
+    """Cancel the jobs of this name, whatever state they are in; also those whose `sbatch` never answered."""
     command = ["scancel", "--quiet", f"--name={name}"]
     _run(command, env=env, timeout_s=max(0.1, deadline - time.monotonic()))
 
@@ -241,8 +217,8 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
 
 
-def _logs(plan: Plan) -> Path:
-    folder = plan.folder.parent / "logs" / plan.run
+def _make_logs(plan: Plan) -> Path:
+    folder = log_file(plan, 0).parent
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -20,6 +20,7 @@ from clusterenv.cluster.ending import Ending
 from clusterenv.cluster.flow import Flow
 from clusterenv.cluster.inbox import Inbox, size_of
 from clusterenv.cluster.listener import Listener
+from clusterenv.cluster.output_queue import OutputQueue
 from clusterenv.cluster.roster import Admit, Dismiss, Instruction, Refuse, Replace, Roster, Seated, Unseated
 from clusterenv.cluster.weight_server import WeightServer
 from clusterenv.code.versions import FOR_PICKLES
@@ -36,6 +37,7 @@ from clusterenv.wire.messages import (
     Hello,
     Leave,
     Offer,
+    Output,
     Pull,
     Refused,
     Rung,
@@ -129,6 +131,7 @@ class Head:
         self._active: dict[int, _Peer] = {}  # by node
         self.inbox = Inbox(len(node_keys))
         self.seat_events: deque[Seated | Unseated] = deque()
+        self.output: dict[int, OutputQueue] = {}  # by seat
         self.progress: dict[int, tuple[int, int, int, int]] = {}  # worker → pid, slot, phase, step
         self._weights = WeightServer()
         self.pulls: deque[tuple[Pull, int, float]] = deque()  # those answered: bytes of weights sent, and when
@@ -215,6 +218,12 @@ class Head:
             if peer is not None:
                 self._spend(peer, min(max(size, _LATE_BYTES), CONTROL_LIMIT), time.monotonic())
 
+    def take_output(self) -> list[Output]:
+        """Return what workers printed since the last call."""
+        with self._mine:
+            queues, self.output = self.output, {}
+        return [message for queue in queues.values() for message in queue.messages]
+
     def pump(self, timeout_s: float) -> None:
         """Wait until something has come, at most so long, and sort it."""
         with self._mine:
@@ -296,6 +305,8 @@ class Head:
             self._give(message, peer)
         elif self.roster.holder(message.seat) != node:
             self.dropped += 1
+        elif isinstance(message, Output):
+            self.output.setdefault(message.seat, OutputQueue()).put(message)
         else:
             self.inbox.put(message, frames)
 
@@ -426,7 +437,6 @@ class Head:
             "received_frames": list(self.frames_received),
             "refused_keys": self._socket.refused,
             "dropped_messages": self.dropped,
-            "dropped_output_bytes": self.inbox.dropped_output_bytes,
             "missing_nodes": self.roster.missing,
         }
 

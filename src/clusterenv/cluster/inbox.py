@@ -12,7 +12,7 @@ from typing import Any
 from clusterenv.cluster.flow import MESSAGE_BYTES
 from clusterenv.errors import ProtocolError
 from clusterenv.wire.frames import CONTROL_LIMIT
-from clusterenv.wire.messages import Output, Rung
+from clusterenv.wire.messages import Rung
 
 __all__ = ["Inbox", "size_of"]
 
@@ -26,8 +26,6 @@ class Inbox:
         # Two counters per seat instead of one: each is written by one thread only.
         self._put_bytes = [0] * seats
         self._read_bytes = [0] * seats
-        self.dropped_output_bytes = 0
-        """Output of workers that came faster than it was read."""
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -42,9 +40,6 @@ class Inbox:
         waiting = self._put_bytes[seat] - self._read_bytes[seat] + size
         if waiting > CONTROL_LIMIT:
             most = self.open_bytes[seat] + 2 * CONTROL_LIMIT
-            if isinstance(message, Output):
-                self.dropped_output_bytes += len(message.text)
-                return
             if waiting > most:
                 raise ProtocolError(f"{waiting} bytes that are not read yet, where {most} are the most that make sense")
         self._put_bytes[seat] += size

@@ -64,15 +64,6 @@ class Engine:
                 state.requests.open(worker.index, Kind.STEP, worker.slots, pending.number)
                 worker.asked(now_s)
 
-    def is_plain(self, message: Any, number: int) -> bool:
-        """Return whether this answers a step of all slots with nothing wrong in it; its infos and objects are kept."""
-        if message == number:
-            return True
-        if not isinstance(message, Reply) or message.request != number or message.faults:
-            return False
-        self.state.rows.take_rows(message)
-        return True
-
     # -- requests ---------------------------------------------------------------------------------------------
 
     def step(self, slots: list[int], actions: list[Any] | None, knobs: dict[str, Any] | None, now_s: float) -> None:

@@ -1,34 +1,48 @@
-"""The contract between a pool and whoever does its I/O: workers that are started, told things, and heard.
+"""The contract between the driver and whoever does its I/O: workers that are started, asked, and heard.
 
 `ProcessCrew` has them on this machine, `InlineCrew` in this process, `RemoteCrew` on the machines of a cluster. The
-pool reads and writes one block of memory for rows and one for fragments; that workers elsewhere see the same is the
-crew's business.
+driver reads and writes one block of memory for rows and one for fragments; that workers elsewhere see the same is the
+executor's business. What only some executors can do stands in contracts of their own: `Processes`, `Nodes`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from clusterenv.engine.requests import Request
 from clusterenv.engine.weights import Transfer
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Layout
+from clusterenv.wire.requests import Reply
 
-__all__ = ["Crew"]
+__all__ = ["Crew", "Nodes", "Printed", "Processes", "is_plain"]
+
+
+class Printed(NamedTuple):
+    """What a worker wrote to its stdout and stderr: whole lines."""
+
+    text: str
+    dropped: int
+    """Lines before these that were dropped, because nobody read them in time."""
 
 
 class Crew(Protocol):
-    is_inline: bool
+    @property
+    def processes(self) -> Processes | None:
+        """Workers as processes that can be watched and ended; None where the caller's process is the worker."""
+        ...
 
-    def can_start(self, index: int) -> bool:
-        """Whether there is a place for this worker now."""
+    @property
+    def nodes(self) -> Nodes | None:
+        """The machines of a cluster; None where there is only this one."""
         ...
 
     def start(self, index: int) -> None: ...
+    def is_running(self, index: int) -> bool: ...
     def allocate(self, layout: Layout) -> Any: ...
     def allocate_arena(self, layout: ArenaLayout) -> Any: ...
     def put_weights(self, transfer: Transfer) -> bool:
-        """Bring weights to where the workers of their machine read them. True: they lie there now; otherwise `wait`
+        """Bring weights to where the workers of their machine read them. True: they lie there now; otherwise `poll`
         reports what becomes of them (`WeightsSent`, `WeightsHeld`, `WeightsRefused`)."""
         ...
 
@@ -36,41 +50,67 @@ class Crew(Protocol):
         """Send a message; `request`: the ledger's entry for it, None where nothing is answered."""
         ...
 
-    def ring(self, request: int) -> None:
-        """The hot loop's request to every worker: step all your slots."""
+    def step_all(self, number: int) -> tuple[int, list[tuple[int, Any]]] | None:
+        """Have every worker step all its slots, and wait for their answers as long as all is well.
+
+        Returns None when every worker answered with the bare number. Otherwise the number of workers, counted from the
+        first, that have done the step, and the messages heard: replies of workers that are done bring infos or objects,
+        those of others are something unusual. What is not in there comes with `poll`; after an exception, all of it.
+        Ends early, in order, when a Ctrl-C is pending.
+        """
         ...
 
-    def take(self, index: int) -> list[Any]:
-        """What this worker says next; empty where it says nothing for a while, or is gone: `wait` tells."""
-        ...
-
-    def wait(self, timeout_s: float) -> list[tuple[int, Any]]:
+    def poll(self, timeout_s: float) -> list[tuple[int, Any]]:
         """(worker, message) pairs; an int is a quick reply, an `Exit` the end of that worker, and -1 stands for none.
         May be empty."""
         ...
 
-    def progress(self, index: int) -> tuple[int, int, int]: ...
+    def progress(self, index: int) -> tuple[int, int, int]:
+        """(slot, phase, step of a fragment) that the worker is in; slot -1 before it began."""
+        ...
+
     def stats(self) -> dict[str, Any]:
-        """What only this kind of crew counts."""
+        """Return this executor's own counters."""
         ...
 
-    def scale(self, nodes: int) -> None:
-        """Run on so many machines; UsageError where there is one."""
+    def close(self, timeout_s: float) -> None: ...
+
+
+class Processes(Protocol):
+    """Workers that are processes of their own."""
+
+    def pid(self, index: int) -> int | None: ...
+    def kill(self, index: int) -> None:
+        """End a hung worker; where it hung comes with its `Exit`."""
         ...
 
-    def need_packages(self, names: tuple[str, ...]) -> None:
-        """Raise PolicyError where a machine does not have these packages, or not in versions that fit those here."""
+    def stack(self, index: int) -> None:
+        """Ask where this worker is; answered by a `Stack`, unless it ends before."""
+        ...
+
+
+class Nodes(Protocol):
+    """What only clusters can do."""
+
+    def can_start(self, index: int) -> bool:
+        """Whether there is a place for this worker now."""
         ...
 
     def is_leaving(self, index: int) -> bool:
         """It goes on elsewhere as soon as what it was asked is done: ask no more fragments of it."""
         ...
 
-    def is_running(self, index: int) -> bool: ...
-    def pid(self, index: int) -> int | None: ...
-    def kill(self, index: int) -> None: ...
-    def stack(self, index: int) -> None:
-        """Ask where this worker is; answered by a `Stack`, unless it ends before."""
+    def scale(self, nodes: int) -> None:
+        """Run on so many machines."""
         ...
 
-    def close(self, timeout_s: float) -> None: ...
+    def need_packages(self, names: tuple[str, ...]) -> None:
+        """Raise PolicyError where a machine does not have these packages, or not in versions that fit those here."""
+        ...
+
+
+def is_plain(message: Any, number: int) -> bool:
+    """Whether this answers a whole step, with nothing wrong in it."""
+    if message == number:
+        return True
+    return isinstance(message, Reply) and message.request == number and message.last and not message.faults

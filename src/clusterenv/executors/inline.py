@@ -14,11 +14,12 @@ from gymnasium.vector import AutoresetMode
 from clusterenv.engine.inputs import Cause, Exit
 from clusterenv.engine.requests import Request
 from clusterenv.engine.weights import Transfer
-from clusterenv.errors import UsageError
+from clusterenv.executors.contract import is_plain
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.progress import PROGRESS_BYTES
 from clusterenv.memory.rows import Layout
 from clusterenv.spec import Blueprint, load_makers
+from clusterenv.system import interrupts
 from clusterenv.wire.requests import Close, Reply
 from clusterenv.worker.dispatch import Dispatcher
 
@@ -45,7 +46,8 @@ class _Own:
 
 
 class InlineCrew:
-    is_inline = True
+    processes = None
+    nodes = None
 
     def __init__(self, blueprint: Blueprint, mode: AutoresetMode | None, check: bool, workers: int = 1) -> None:
         self._makers = load_makers(blueprint.payload, blueprint.num_envs, blueprint.is_named, is_here=True)
@@ -55,6 +57,7 @@ class InlineCrew:
         self._memory = [_Own() for _ in range(workers)]
         self._events: list[tuple[int, Any]] = []
         self._dispatchers: dict[int, Dispatcher] = {}
+        interrupts.environments_opened(self)
 
     def start(self, index: int) -> None:
         if index in self._dispatchers:
@@ -62,9 +65,6 @@ class InlineCrew:
         self._dispatchers[index] = Dispatcher(
             self._makers, self._mode, self._check, self._at[index], self._memory[index]
         )
-
-    def can_start(self, index: int) -> bool:
-        return True
 
     def allocate(self, layout: Layout) -> bytearray:
         rows = bytearray(layout.size)
@@ -85,24 +85,11 @@ class InlineCrew:
         memory.weight_bytes = held[:offset].ljust(offset, b"\0") + data + held[offset + len(data) :]
         return True
 
-    def ring(self, request: int) -> None:
-        waiting = list(self._dispatchers)
-        try:
-            while waiting:
-                self.send(waiting.pop(0), request)
-        finally:  # after Ctrl-C, the others do not answer with rows
-            self._events += [(index, Reply(request, [])) for index in waiting]
-
-    def take(self, index: int) -> list[Any]:
-        taken = [message for worker, message in self._events if worker == index]
-        self._events = [event for event in self._events if event[0] != index]
-        return taken
-
     def send(self, index: int, message: Any, request: Request | None = None) -> None:
         if isinstance(message, Close):
             return  # `close` does it
         try:
-            reply = self._dispatchers[index].handle(message, lambda part: self._answer(index, part))
+            reply = self._run(index, message)
         except BaseException:  # Ctrl-C within an environment: what state it is in, nobody knows
             self._events.append((index, Exit("was interrupted", "", Cause.INTERRUPTED)))
             raise
@@ -115,7 +102,25 @@ class InlineCrew:
             reply = reply._replace(objects=copy.deepcopy(reply.objects))
         self._events.append((index, reply))
 
-    def wait(self, timeout_s: float) -> list[tuple[int, Any]]:
+    @interrupts.interruptible
+    def _run(self, index: int, message: Any) -> Any:
+        return self._dispatchers[index].handle(message, lambda part: self._answer(index, part))
+
+    def step_all(self, number: int) -> tuple[int, list[tuple[int, Any]]] | None:
+        waiting = list(self._dispatchers)
+        try:
+            while waiting:
+                self.send(waiting.pop(0), number)
+        finally:  # after Ctrl-C, the others do not answer with rows
+            self._events += [(index, Reply(number, [])) for index in waiting]
+        events = self.poll(0.0)
+        done = 0
+        while done < len(events) and is_plain(events[done][1], number):
+            done += 1
+        heard = [event for event in events if event[1] != number]
+        return (done, heard) if heard else None
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Any]]:
         events, self._events = self._events, []
         return events
 
@@ -123,29 +128,14 @@ class InlineCrew:
         return self._at[index][0], self._at[index][1], 0
 
     def stats(self) -> dict[str, Any]:
-        return {}
-
-    def scale(self, nodes: int) -> None:
-        raise UsageError("scale() is for backends with nodes: this one has none")
-
-    def need_packages(self, names: tuple[str, ...]) -> None:
-        """Workers of this machine have what the caller has."""
-
-    def is_leaving(self, index: int) -> bool:
-        return False
+        return {"output_lines_dropped": [0] * len(self._at)}  # environments print to the caller's own stdout
 
     def is_running(self, index: int) -> bool:
         return True
 
-    def pid(self, index: int) -> int | None:
-        return None
-
-    def kill(self, index: int) -> None:
-        raise AssertionError("timeouts are off in the calling process")
-
-    def stack(self, index: int) -> None:
-        raise AssertionError("nobody waits for the calling process")
-
     def close(self, timeout_s: float) -> None:
-        for dispatcher in self._dispatchers.values():
-            dispatcher.close()
+        try:
+            for dispatcher in self._dispatchers.values():
+                dispatcher.close()
+        finally:
+            interrupts.environments_closed(self)

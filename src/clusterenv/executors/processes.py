@@ -1,466 +1,85 @@
-"""Worker processes as the pool sees them: start, send, wait, kill, close. All the I/O of the local engine.
+"""The executor of this machine: workers in processes of their own, over shared memory.
 
-The head talks to each worker over its own socket pair and to the fork server over a control pair. Nothing blocks
-but `wait` and `close`, and both have a deadline.
+Requests are encoded here, whole steps sent and awaited; the processes themselves are `WorkerProcesses`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import mmap
-import os
-import pickle
-import re
-import select
-import socket
-import struct
-import subprocess
-import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from gymnasium.vector import AutoresetMode
-
-from clusterenv.engine.inputs import Exit, Stack
 from clusterenv.engine.requests import Request
 from clusterenv.engine.weights import Transfer
-from clusterenv.errors import ClusterEnvError, SpecError, UsageError
-from clusterenv.events import emit, emit_output
-from clusterenv.memory.fragments import ArenaLayout
-from clusterenv.memory.progress import BELL, PROGRESS_BYTES, STOP, TICK
-from clusterenv.memory.rows import Layout
+from clusterenv.executors.contract import Processes, is_plain
+from clusterenv.executors.output import OutputLog
+from clusterenv.executors.worker_processes import WorkerProcesses, write_weights
 from clusterenv.spec import Blueprint
-from clusterenv.system.exits import how_it_ended
-from clusterenv.system.open_files import allow_open_files
-from clusterenv.wire.channel import FrameReader, encode, encode_quick
-from clusterenv.wire.requests import Close
-from clusterenv.worker.main import SharedMemory
+from clusterenv.system import interrupts
+from clusterenv.wire.channel import encode
+from clusterenv.worker.setup import WorkerConfig
 
 __all__ = ["ProcessCrew", "write_weights"]
 
-_PROGRESS_WORDS = PROGRESS_BYTES // 4
 
-_TAKE_TIMEOUT = struct.pack("@ll", 0, 250_000)
-"""A timeval: how long the hot loop waits for one worker before it looks at all of them."""
+class ProcessCrew(WorkerProcesses):
+    nodes = None
 
-_TAG = re.compile("^\x00(-?\\d+)\x00(.*)$")
+    def __init__(self, blueprint: Blueprint, slots_of: list[list[int]], config: WorkerConfig) -> None:
+        super().__init__(blueprint, len(slots_of), config)
+        self._workers = range(len(slots_of))
+        self._output = OutputLog(slots_of)
+        interrupts.environments_opened(self)
 
-
-class _Link:
-    """The head's end of one worker."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.reader = FrameReader()
-        self.outbox = bytearray()
-        self.pid = 0
-        self.lost_at: float | None = None
-
-
-class ProcessCrew:
-    """`workers` processes, forked from one interpreter of their own."""
-
-    is_inline = False
-
-    def __init__(
-        self,
-        blueprint: Blueprint,
-        workers: int,
-        mode: AutoresetMode | None,
-        check: bool,
-        threads: int | None,
-        spin_s: float,
-        slots_of: list[list[int]],
-        preload: tuple[str, ...] = (),
-        on_output: Callable[[int, str], None] | None = None,
-        plain: Literal["refuse", "repr"] | None = None,
-        weights_fd: int | None = None,
-    ) -> None:
-        # Here, the channel of each worker; in the fork server, its pidfd and the pipe of its output.
-        allow_open_files(f"{workers} worker processes", more=workers + 16, in_child=2 * workers + 24)
-        self._blueprint = blueprint
-        self._mode = mode
-        self._check = check
-        self._threads = threads
-        self._spin_s = spin_s
-        self._slots_of = slots_of
-        self._preload = preload
-        self._on_output = on_output or self._log_output
-        self._plain = plain  # workers answer in plain data, which is handed on unopened
-        self._owner = os.getpid()
-        self._links: dict[int, _Link] = {}
-        self._losing: dict[int, float] = {}  # closed their channel; the fork server's report is awaited, since when
-        self._by_fd: dict[int, int] = {}
-        self._poller = select.epoll()
-        self._control: socket.socket | None = None
-        self._server: subprocess.Popen[bytes] | None = None
-        self._server_said: list[str] = []
-        self._events: list[tuple[int, Any]] = []
-        self._memory: mmap.mmap | None = None
-        self._scratch = memoryview(bytearray(1 << 18))  # read into: a new buffer per message would cost more
-        self._shared = SharedMemory(*(os.memfd_create(f"clusterenv-{name}") for name in SharedMemory._fields))
-        if weights_fd is not None:  # of a node, whose shards share it
-            os.dup2(weights_fd, self._shared.weights, inheritable=False)
-        os.ftruncate(self._shared.progress, PROGRESS_BYTES * workers)
-        self._progress_map = mmap.mmap(self._shared.progress, 0)
-        self._fragments: mmap.mmap | None = None
-        self._progress = memoryview(self._progress_map).cast("i")
-
-    # -- starting ---------------------------------------------------------------------------------------------
-
-    def start(self, index: int) -> None:
-        """Fork worker `index`. Its first message must be `Build`."""
-        if self._control is None:
-            self._start_server()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # Blocking for `take` alone, and not for long: everything else asks not to wait.
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TAKE_TIMEOUT)
-            self._progress[index * _PROGRESS_WORDS] = -1
-            self._tell(("spawn", index), [theirs.fileno(), *self._shared])
-        self._links[index] = _Link(ours)
-        self._by_fd[ours.fileno()] = index
-        self._poller.register(ours, select.EPOLLIN)
-
-    def _start_server(self) -> None:
-        if not sys.executable:
-            raise SpecError("sys.executable is empty: this interpreter cannot start another; use Local(workers=0)")
-        env = dict(os.environ)
-        if self._threads is not None:
-            for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
-                env[name] = str(self._threads)
-        # The child must find this package even if the script put it on sys.path by hand.
-        package_parent = str(Path(__file__).resolve().parents[2])
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, env.get("PYTHONPATH")]))
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._server = subprocess.Popen(
-                [sys.executable, "-m", "clusterenv.worker.forkserver", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                # A head that was started without one of these has no descriptor that its children could inherit.
-                stdout=None if sys.__stdout__ is not None else subprocess.DEVNULL,
-                stderr=None if sys.__stderr__ is not None else subprocess.DEVNULL,
-                env=env,
-                start_new_session=True,  # Ctrl-C in the terminal reaches the head alone, which then closes
-            )
-        self._control = ours
-        self._poller.register(ours, select.EPOLLIN)
-        spec = self._blueprint.spec
-        entry = spec.entry_point if spec is not None else None
-        setup = {
-            "sys_path": list(sys.path),
-            "modules": [*self._preload, *([entry.split(":")[0]] if isinstance(entry, str) else [])],
-            "payload": self._blueprint.payload,
-            "num_envs": self._blueprint.num_envs,
-            "delivered": self._blueprint.delivered,
-            "mode": self._mode,
-            "check": self._check,
-            "spin_s": self._spin_s,
-            "plain": self._plain,
-            "is_named": self._blueprint.is_named,
-        }
-        payload_fd = os.memfd_create("clusterenv-setup")
-        try:
-            with os.fdopen(os.dup(payload_fd), "wb") as file:
-                pickle.dump(setup, file)
-            os.lseek(payload_fd, 0, os.SEEK_SET)
-            self._tell(("setup",), [payload_fd])
-        finally:
-            os.close(payload_fd)
-
-    def _tell(self, message: tuple[Any, ...], fds: list[int]) -> None:
-        assert self._control is not None
-        with contextlib.suppress(ConnectionError):  # a dead server is noticed by its end of file
-            socket.send_fds(self._control, [pickle.dumps(message)], fds)
-
-    def can_start(self, index: int) -> bool:
-        return True
-
-    def allocate(self, layout: Layout) -> mmap.mmap:
-        """The shared memory of the rows, which every worker maps when it is told the layout."""
-        os.ftruncate(self._shared.rows, layout.size)
-        self._memory = mmap.mmap(self._shared.rows, 0)
-        return self._memory
-
-    def allocate_arena(self, layout: ArenaLayout) -> mmap.mmap:
-        """The shared memory of fragments; mapped by workers when they are told its layout. Only ever grows."""
-        os.ftruncate(self._shared.fragments, max(layout.size, os.fstat(self._shared.fragments).st_size))
-        if self._fragments is not None:
-            with contextlib.suppress(BufferError):  # the user still holds a view: freed with it
-                self._fragments.close()
-        self._fragments = mmap.mmap(self._shared.fragments, 0)
-        return self._fragments
+    @property
+    def processes(self) -> Processes:
+        return self
 
     def put_weights(self, transfer: Transfer) -> bool:
         write_weights(self._shared.weights, transfer.weights.data, transfer.offset)
         return True
 
-    # -- messages ---------------------------------------------------------------------------------------------
-
-    def ring(self, request: int) -> None:
-        """The hot loop's request to every worker: step all your slots."""
-        data = encode_quick(request)
-        for index, link in self._links.items():
-            if link.outbox or link.lost_at is not None:
-                self._queue(link, data)
-            else:
-                try:
-                    link.sock.send(data, socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    self._queue(link, data)
-                except ConnectionError:
-                    continue  # end of file follows
-            self._progress[index * _PROGRESS_WORDS + BELL] = request & 0x7FFF_FFFF
-
-    def take(self, index: int) -> list[Any]:
-        """What this worker says next; empty where it says nothing for a while, or is gone: `wait` tells.
-
-        Others are not waited for: being woken by whoever ends first would take the core from those still at work.
-        """
-        link = self._links.get(index)
-        if link is None or link.lost_at is not None:
-            return []
-        try:
-            size = link.sock.recv_into(self._scratch)
-        except (BlockingIOError, ConnectionError):
-            return []
-        return link.reader.feed(self._scratch[:size])
-
     def send(self, index: int, message: Any, request: Request | None = None) -> None:
-        link = self._links.get(index)
-        if link is not None:  # else its `Exit` was handed out already, and settles what was asked of it
-            self._queue(link, encode(message))
-            self._ring_bell(index)
+        self.forward(index, encode(message))
 
-    def forward(self, index: int, frame: bytes) -> None:
-        """A request that was encoded elsewhere."""
-        link = self._links.get(index)
-        if link is not None:
-            self._queue(link, frame)
-            self._ring_bell(index)
+    def step_all(self, number: int) -> tuple[int, list[tuple[int, Any]]] | None:
+        """Have every worker step all its slots; see the contract.
 
-    def _ring_bell(self, index: int) -> None:
-        at = index * _PROGRESS_WORDS + BELL
-        self._progress[at] = (self._progress[at] + 1) & 0x7FFF_FFFF
-
-    def _queue(self, link: _Link, data: bytes) -> None:
-        """Never block: a worker may itself be blocked while it writes a large reply to us."""
-        link.outbox += data
-        self._push(link)
-
-    def _push(self, link: _Link) -> None:
-        if link.lost_at is not None:
-            return
+        Workers are waited for in order: being woken by whoever ends first would take the core from those still at work.
+        """
+        usual = self.ring(number)
+        links, scratch, state = self._links, self._scratch, interrupts.STATE
+        heard: list[tuple[int, Any]] = []
+        done = 0
         try:
-            while link.outbox:
-                sent = link.sock.send(memoryview(link.outbox)[: 1 << 18], socket.MSG_DONTWAIT)
-                del link.outbox[:sent]
-        except BlockingIOError:
-            pass
-        except ConnectionError:
-            link.outbox.clear()
-        wanted = select.EPOLLIN | (select.EPOLLOUT if link.outbox else 0)
-        self._poller.modify(link.sock, wanted)
+            for index in self._workers:
+                link = links.get(index)
+                if state.pending or link is None or link.lost_at is not None:
+                    break
+                try:
+                    size = link.sock.recv_into(scratch)
+                except (BlockingIOError, ConnectionError):
+                    break  # silent for a while, or gone: `poll` tells
+                if size != len(usual) or link.reader.buffer or not scratch.startswith(usual):
+                    messages = link.reader.feed(self._scratch_view[:size])
+                    heard += [(index, message) for message in messages]
+                    if len(messages) != 1 or not is_plain(messages[0], number):
+                        break
+                done += 1
+        except BaseException:
+            replied = {index for index, _ in heard}
+            self._events += [(index, number) for index in range(done) if index not in replied] + heard
+            raise
+        return None if done == len(self._workers) and not heard else (done, heard)
 
-    def wait(self, timeout_s: float) -> list[tuple[int, Any]]:
+    def poll(self, timeout_s: float) -> list[tuple[int, Any]]:
         """(worker, message) pairs; an int is a quick reply, an `Exit` the end of that worker. May be empty."""
-        events, self._events = self._events, []
-        if events:
-            timeout_s = 0.0
-        if self._losing:
-            timeout_s = min(timeout_s, 0.1)
-        control = self._control.fileno() if self._control is not None else -1
-        for fd, what in self._poller.poll(timeout_s):
-            if fd == control:
-                self._read_control(events)
-                continue
-            index = self._by_fd.get(fd)
-            if index is None:
-                continue
-            link = self._links[index]
-            if what & select.EPOLLOUT:
-                self._push(link)
-            if what & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
-                self._read_worker(index, link, events)
-        for index in list(self._losing):
-            if time.monotonic() - self._losing[index] > 2.0:
-                self._forget(index)
-                events.append((index, Exit("ended for an unknown reason", "")))
-        return events
-
-    def _read_worker(self, index: int, link: _Link, events: list[tuple[int, Any]]) -> None:
-        try:
-            size = link.sock.recv_into(self._scratch, 0, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            size = 0
-        if size:
-            for message in link.reader.feed(self._scratch[:size]):
-                events.append((index, message))
-        elif link.lost_at is None:
-            # How it ended is known to the fork server, whose report follows at once.
-            link.lost_at = self._losing[index] = time.monotonic()
-            self._poller.unregister(link.sock)
-            self._tell(("kill", index, False), [])
-
-    def _read_control(self, events: list[tuple[int, Any]]) -> None:
-        assert self._control is not None
-        try:
-            data = self._control.recv(1 << 17)
-        except ConnectionError:
-            data = b""
-        if not data:
-            self._server_died(events)
-            return
-        kind, *rest = pickle.loads(data)
-        if kind == "spawned":
-            self._links[rest[0]].pid = rest[1]
-        elif kind == "output":
-            self._on_output(rest[0], rest[1])
-        elif kind == "stack":
-            events.append((rest[0], Stack(_untag(rest[1]))))
-        elif kind == "failed":
-            raise SpecError(f"the environments' code could not be loaded in a worker:\n{rest[0]}")
-        elif kind == "exited":
-            index, pid, status, tail = rest
-            link = self._links.get(index)
-            if link is not None and link.pid == pid:
-                # Replies that it sent before it died are still whole.
-                if link.lost_at is None:
-                    self._read_worker(index, link, events)
-                self._forget(index)
-                events.append((index, Exit(how_it_ended(os.waitstatus_to_exitcode(status)), _untag(tail))))
-
-    def _server_died(self, events: list[tuple[int, Any]]) -> None:
-        assert self._control is not None and self._server is not None
-        self._poller.unregister(self._control)
-        self._control.close()
-        self._control = None
-        code = self._server.wait()
-        for index in list(self._links):
-            self._forget(index)
-            events.append((index, Exit(f"ended with its fork server ({how_it_ended(code)})", "")))
-
-    def _forget(self, index: int) -> None:
-        link = self._links.pop(index)
-        self._losing.pop(index, None)
-        del self._by_fd[link.sock.fileno()]
-        with contextlib.suppress(OSError):  # unregistered when its channel ended
-            self._poller.unregister(link.sock)
-        link.sock.close()
-
-    def _log_output(self, index: int, text: str) -> None:
-        slots = self._slots_of[index]
-        everyone = f"slot {slots[0]}" if len(slots) == 1 else f"slots {slots[0]}-{slots[-1]}"
-        for line in text.split("\n"):
-            match = _TAG.match(line)
-            if match and int(match[1]) >= 0:
-                emit_output(f"[slot {match[1]}] {match[2]}")
-            else:
-                emit_output(f"[{everyone}] {match[2] if match else line}")
-
-    # -- watching and ending ----------------------------------------------------------------------------------
-
-    def fileno(self) -> int:
-        """Readable when `wait` has something to do."""
-        return self._poller.fileno()
-
-    def progress(self, index: int) -> tuple[int, int, int]:
-        """(slot, phase, step of a fragment) that the worker is in; slot -1 before it began."""
-        at = index * _PROGRESS_WORDS
-        return self._progress[at], self._progress[at + 1], self._progress[at + TICK]
+        return self._output.show(super().poll(timeout_s))
 
     def stats(self) -> dict[str, Any]:
-        return {}
-
-    def scale(self, nodes: int) -> None:
-        raise UsageError("scale() is for backends with nodes: this one has none")
-
-    def need_packages(self, names: tuple[str, ...]) -> None:
-        """Workers of this machine have what the caller has."""
-
-    def is_leaving(self, index: int) -> bool:
-        return False
-
-    def is_running(self, index: int) -> bool:
-        return index in self._links
-
-    def pid(self, index: int) -> int | None:
-        link = self._links.get(index)
-        return link.pid if link is not None and link.pid else None
-
-    def kill(self, index: int) -> None:
-        """End a hung worker; where it hung comes with its `Exit`."""
-        self._tell(("kill", index, True), [])
-
-    def stack(self, index: int) -> None:
-        """Ask where this worker is; answered by a `Stack`."""
-        self._tell(("stack", index), [])
-
-    def stop_early(self) -> None:
-        """Fragments end after the step that they are in."""
-        for index in self._links:
-            self._progress[index * _PROGRESS_WORDS + STOP] = 1
+        return {"output_lines_dropped": list(self._output.dropped)}
 
     def close(self, timeout_s: float) -> None:
         """End everything within about `timeout_s` + 4 s, whatever state it is in. Idempotent."""
-        if os.getpid() != self._owner:
-            return  # a fork of the head: the workers are the parent's
         try:
-            deadline = time.monotonic() + timeout_s
-            for index in list(self._links):
-                self.send(index, Close(0))
-            while self._links and time.monotonic() < deadline:
-                self.wait(max(0.0, deadline - time.monotonic()))
-        except (ClusterEnvError, OSError) as error:
-            emit(logging.DEBUG, f"while closing: {error}")
+            super().close(timeout_s)
         finally:
-            self._end_now()
-
-    def _end_now(self) -> None:
-        for index in list(self._links):
-            self._forget(index)
-        if self._control is not None:
-            self._control.close()  # the fork server sees the end of file, and kills what is left
-            self._control = None
-        if self._server is not None:
-            try:
-                self._server.wait(timeout=3.0)
-            except subprocess.TimeoutExpired:
-                self._server.kill()
-                self._server.wait()
-            self._server = None
-        self._progress.release()
-        self._progress = memoryview(bytearray(len(self._progress_map))).cast("i")
-        with contextlib.suppress(BufferError):
-            self._progress_map.close()
-        if self._memory is not None:
-            with contextlib.suppress(BufferError):  # the user still holds a view: freed with it
-                self._memory.close()
-            self._memory = None
-        if self._fragments is not None:
-            with contextlib.suppress(BufferError):
-                self._fragments.close()
-            self._fragments = None
-        self._poller.close()
-        for fd in self._shared:
-            if fd >= 0:
-                os.close(fd)
-        self._shared = SharedMemory(-1, -1, -1, -1)
-
-
-def write_weights(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """Write weights where workers can read them; the file grows as needed."""
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
-
-
-def _untag(text: str) -> str:
-    return re.sub("\x00-?\\d+\x00", "", text)
+            interrupts.environments_closed(self)

@@ -11,10 +11,9 @@ import mmap
 import os
 import time
 import zlib
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-from gymnasium.vector import AutoresetMode
 
 from clusterenv.cluster.head import Head
 from clusterenv.cluster.roster import Seated, Unseated
@@ -24,13 +23,16 @@ from clusterenv.engine.inputs import Cause, Exit, Placed, Stack, WeightsHeld, We
 from clusterenv.engine.requests import Request
 from clusterenv.engine.weights import Transfer
 from clusterenv.errors import PolicyError, ProtocolError, SpecError, StartError, UsageError
-from clusterenv.events import emit, emit_output
+from clusterenv.events import emit
+from clusterenv.executors.contract import Nodes, Printed, Processes, is_plain
 from clusterenv.executors.open_requests import OpenRequests
+from clusterenv.executors.output import OutputLog
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.progress import PHASES
 from clusterenv.memory.rows import Buffers, Layout
 from clusterenv.memory.transfer import read_inputs
 from clusterenv.spec import Blueprint
+from clusterenv.system import interrupts
 from clusterenv.wire.channel import encode, encode_named
 from clusterenv.wire.messages import (
     Answer,
@@ -42,7 +44,6 @@ from clusterenv.wire.messages import (
     Kill,
     Lacks,
     Offer,
-    Output,
     Pull,
     Ring,
     Rows,
@@ -53,10 +54,12 @@ from clusterenv.wire.messages import (
     TraceStack,
 )
 from clusterenv.wire.requests import Close, LoadWeights, Rebuild, Reset, RunFragment, Step
+from clusterenv.worker.setup import WorkerConfig
 
 __all__ = ["RemoteCrew", "inputs_of", "tell_of"]
 
-_TAKE_S = 0.25
+_STEP_S = 0.25
+"""How long a whole step is awaited before hangs are looked for."""
 _SCHEDULER_S = 3.0
 """What a scheduler gets on top of `close`'s timeout: 8 s of the 10 that a user waits at most."""
 
@@ -83,20 +86,13 @@ def _pulled(pull: Pull, sent: int, now: float) -> WeightsSent | WeightsHeld | We
 
 
 class RemoteCrew:
-    is_inline = False
-
     def __init__(
         self,
         head: Head,
         blueprint: Blueprint,
         slots_of: list[list[int]],
         seat_of: list[int],
-        mode: AutoresetMode | None,
-        check: bool,
-        *,
-        threads: int | None = 1,
-        preload: tuple[str, ...] = (),
-        other: Literal["refuse", "repr"] = "refuse",
+        config: WorkerConfig,
         stop: Any = None,
     ) -> None:
         self._head = head
@@ -114,11 +110,11 @@ class RemoteCrew:
                 tuple((w, tuple(slots_of[w])) for w in workers),
                 blueprint.num_envs,
                 entry if isinstance(entry, str) else None,
-                mode.value if mode else None,
-                check,
-                threads,
-                preload,
-                other,
+                config.mode.value if config.mode else None,
+                config.check,
+                config.threads,
+                config.preload,
+                config.plain or "refuse",
                 blueprint.is_named,
                 tuple(package.wanted for package in blueprint.packages),
             )
@@ -134,10 +130,20 @@ class RemoteCrew:
         self._summed = (b"", 0)  # weights, and their checksum
         self._layouts: list[tuple[Any, bytes]] = []
         self._events: list[tuple[int, Any]] = []
+        self._output = OutputLog(slots_of)
+        interrupts.environments_opened(self)
         head.seat_events.clear()  # those before this moment are in `_seated`
         head.expect_workers(seat_of, len(PHASES))
 
     # -- starting ---------------------------------------------------------------------------------------------
+
+    @property
+    def processes(self) -> Processes:
+        return self
+
+    @property
+    def nodes(self) -> Nodes:
+        return self
 
     def can_start(self, index: int) -> bool:
         return self._seat_of[index] in self._seated
@@ -202,23 +208,29 @@ class RemoteCrew:
         tell = tell_of(message, seat, index, self._slots_of[index])
         self._head.send(seat, tell, [body, *inputs_of(tell, self._requests.buffers)])
 
-    def ring(self, request: int) -> None:
+    def _ring(self, request: int) -> None:
         for seat in self._hosted & self._seated:
             self._requests.open_step(seat, request, self._running)
             self._head.send(seat, Ring(seat, request), [self._requests.read_inputs(seat)])
 
-    def take(self, index: int) -> list[Any]:
-        deadline = time.monotonic() + _TAKE_S
-        while self.is_running(index) and not any(worker == index for worker, _ in self._events):
+    def step_all(self, number: int) -> tuple[int, list[tuple[int, Any]]] | None:
+        """Have every worker step all its slots; see the contract. Where anything is unusual, `poll` has all of it."""
+        self._ring(number)
+        workers = len(self._seat_of)
+        deadline = time.monotonic() + _STEP_S
+        while len(self._events) < workers and not interrupts.STATE.pending:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                break
+                return 0, []
             self._collect(left_s)
-        mine = [message for worker, message in self._events if worker == index and not isinstance(message, Exit)]
-        self._events = [event for event in self._events if event[0] != index or isinstance(event[1], Exit)]
-        return mine
+        events = self._events
+        if len(events) != workers or not all(is_plain(message, number) for _, message in events):
+            return 0, []
+        self._events = []
+        heard = [event for event in events if event[1] != number]
+        return (workers, heard) if heard else None
 
-    def wait(self, timeout_s: float) -> list[tuple[int, Any]]:
+    def poll(self, timeout_s: float) -> list[tuple[int, Any]]:
         if not self._events:
             self._collect(timeout_s)
         events, self._events = self._events, []
@@ -239,10 +251,17 @@ class RemoteCrew:
                     self._open(seat, message, frames)
                 except Exception as error:  # whatever a message leads to here ends its sender, never the head
                     self._head.seat_broke(seat, error)
+        if self._head.output:
+            self._show_output()
         if self._head.leaving:
             self._release()
         while seats:
             self._seat_changed(seats.popleft())
+
+    def _show_output(self) -> None:
+        for output in self._head.take_output():
+            if output.worker in self._workers[output.seat]:
+                self._output.log(output.worker, Printed(output.text, output.dropped))
 
     def _release(self) -> None:
         """Seats that are to change hands do so where no fragment is under way, nor a call. A step that is under way is
@@ -278,8 +297,6 @@ class RemoteCrew:
         elif isinstance(message, Exited):
             if message.worker in self._running:
                 self._exited(message.worker, message.reason, message.tail)
-        elif isinstance(message, Output):
-            self._print(message)
         elif isinstance(message, StackTrace):
             self._events.append((message.worker, Stack(message.text)))
 
@@ -327,15 +344,6 @@ class RemoteCrew:
         self._head.progress.pop(worker, None)
         self._events.append((worker, Exit(reason, tail, cause)))
 
-    def _print(self, output: Output) -> None:
-        slots = self._slots_of[output.worker]
-        own = set(map(str, slots))
-        for line in output.text.split("\n"):
-            mark, _, rest = line.removeprefix("\x00").partition("\x00")
-            known = line.startswith("\x00") and mark in own
-            where = f"slot {mark}" if known else f"slots {slots[0]}-{slots[-1]}"
-            emit_output(f"[{where}] {rest if line.startswith(chr(0)) else line}")
-
     # -- watching and ending ----------------------------------------------------------------------------------
 
     def progress(self, index: int) -> tuple[int, int, int]:
@@ -343,7 +351,7 @@ class RemoteCrew:
         return (-1, 0, 0) if known is None else known[1:]
 
     def stats(self) -> dict[str, Any]:
-        return self._head.stats()
+        return {**self._head.stats(), "output_lines_dropped": list(self._output.dropped)}
 
     def scale(self, nodes: int) -> None:
         most = len(self._workers)
@@ -381,7 +389,10 @@ class RemoteCrew:
             return  # a fork of the head: the nodes are the parent's
         deadline = time.monotonic() + timeout_s + _SCHEDULER_S
         self._requests.free()
-        if self._stop is not None:
-            self._stop(deadline)  # the head as well
-        else:
-            self._head.close()
+        try:
+            if self._stop is not None:
+                self._stop(deadline)  # the head as well
+            else:
+                self._head.close()
+        finally:
+            interrupts.environments_closed(self)

@@ -15,7 +15,8 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.engine.inputs import Exit, Stack
 from clusterenv.errors import ClusterEnvError
-from clusterenv.executors.processes import ProcessCrew
+from clusterenv.executors.contract import Printed
+from clusterenv.executors.worker_processes import WorkerProcesses
 from clusterenv.memory.fragments import Arena, ArenaLayout
 from clusterenv.memory.rows import Buffers, Layout
 from clusterenv.memory.transfer import Block, read_fragment, read_rows, write_inputs
@@ -34,6 +35,7 @@ from clusterenv.wire.messages import (
     StackTrace,
     Tell,
 )
+from clusterenv.worker.setup import WorkerConfig
 
 __all__ = ["Seat"]
 
@@ -60,19 +62,9 @@ class Seat:
             delivered=delivered,
         )
         mode = AutoresetMode(host.mode) if host.mode else None
-        self._crew = ProcessCrew(
-            blueprint,
-            len(host.workers),
-            mode,
-            host.check,
-            host.threads,
-            _SPIN_S if len(host.workers) <= cpu_limit() else 0.0,
-            [list(slots) for _, slots in host.workers],
-            host.preload,
-            on_output=self._output,
-            plain=host.other,
-            weights_fd=weights.descriptor,
-        )
+        spin_s = _SPIN_S if len(host.workers) <= cpu_limit() else 0.0
+        config = WorkerConfig(mode, host.check, host.threads, host.preload, host.other, spin_s)
+        self._crew = WorkerProcesses(blueprint, len(host.workers), config, weights.descriptor)
         self._weights = weights
         self._busy: dict[int, set[int]] = {worker: set() for worker in self._global}  # requests with rows, not answered
         self._ringing: dict[int, Any] = {}  # worker → None, or its answer
@@ -152,7 +144,7 @@ class Seat:
     def take(self) -> None:
         """Hand on whatever workers have said."""
         try:
-            events = self._crew.wait(0.0)
+            events = self._crew.poll(0.0)
         except ClusterEnvError as error:
             self._send(Failed(self.number, str(error)), ())
             return
@@ -168,6 +160,8 @@ class Seat:
                 self._send(Exited(self.number, worker, message.reason, message.tail), ())
             elif isinstance(message, Stack):
                 self._send(StackTrace(self.number, worker, message.text), ())
+            elif isinstance(message, Printed):
+                self._send(Output(self.number, worker, message.text, message.dropped), ())
             else:
                 self._heard(worker, message)
 
@@ -210,9 +204,6 @@ class Seat:
             self._busy[worker].add(self._ring)
             if message is not None:
                 self._answer(worker, message)
-
-    def _output(self, local: int, text: str) -> None:
-        self._send(Output(self.number, self._global[local], text), ())
 
     # -- the rest ---------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from clusterenv.errors import PolicyError
 from clusterenv.events import emit
-from clusterenv.executors.processes import write_weights
+from clusterenv.executors.worker_processes import write_weights
 from clusterenv.policy.weights.packing import unpack
 from clusterenv.wire.messages import Chunk, Offer, Pull
 

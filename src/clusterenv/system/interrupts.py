@@ -1,32 +1,169 @@
-"""Ctrl-C, at a moment when it tears nothing."""
+"""Ctrl-C at moments when it tears nothing.
+
+A call that is marked `uninterrupted` never sees KeyboardInterrupt between two of its lines: a Ctrl-C that strikes there
+is kept, and handled at the next `checkpoint` (where a call waits) or when the call is over. What it runs of the user's
+own code is marked `interruptible`.
+
+Which code is on the stack decides, as in trio: the marks belong to code objects, and only the signal handler looks at
+them. So a mark costs a step nothing, and the calls of other threads hold nothing back. The handler stands in for
+Python's own while environments are open. A foreign one (of a notebook, of a launcher) is replaced for the length of a
+call only, and is called instead of raising KeyboardInterrupt.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import signal
+import sys
 import threading
-from collections.abc import Iterator
-from typing import Any
+import time
+import weakref
+from _signal import getsignal  # type: ignore[import-not-found]  # `signal.getsignal` makes enums: 100 times slower
+from collections.abc import Callable, Generator
+from types import CodeType, FrameType
+from typing import Any, ParamSpec, TypeVar, overload
 
-__all__ = ["held_back"]
+__all__ = [
+    "STATE",
+    "checkpoint",
+    "environments_closed",
+    "environments_opened",
+    "interruptible",
+    "restore_handler",
+    "uninterrupted",
+    "uninterrupted_generator",
+]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_SIGINT = int(signal.SIGINT)
+
+_PATIENCE_S = 5.0
+"""A call that has not come to a checkpoint for so long after a Ctrl-C is interrupted by the next one."""
+
+_is_protected: dict[CodeType, bool] = {}
 
 
-@contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """A Ctrl-C within the block is handled at its end, so the block must be short.
+class _State:
+    __slots__ = ("frame", "handler", "open", "pending", "since_s")
 
-    By another handler, not by a mask: a signal that the main thread masks is delivered to any other thread, and Python
-    then raises in the main thread all the same.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield  # nobody is interrupted here
-        return
-    caught: list[Any] = []
-    signal.signal(signal.SIGINT, lambda number, frame: caught.append(frame))
+    def __init__(self) -> None:
+        self.pending = False
+        """A Ctrl-C has struck in an uninterrupted call, and is not handled yet."""
+        self.frame: FrameType | None = None  # where
+        self.since_s = 0.0
+        self.handler: Callable[[int, FrameType | None], Any] = signal.default_int_handler
+        self.open: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+STATE = _State()
+
+
+def uninterrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Keep a Ctrl-C that strikes within this function until it is over, or comes to a `checkpoint`."""
+    _is_protected[function.__code__] = True
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if getsignal(_SIGINT) is not _on_interrupt:
+            return _with_handler(function, *args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if STATE.pending and not _is_within_protected(sys._getframe(1)):
+                checkpoint()
+
+    return call
+
+
+def interruptible(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let Ctrl-C strike within this function, wherever it is called: it runs the user's code."""
+    _is_protected[function.__code__] = False
+    return function
+
+
+def uninterrupted_generator(
+    function: Callable[_P, Generator[_R, None, None]],
+) -> Callable[_P, Generator[_R, None, None]]:
+    """Keep a Ctrl-C that strikes within this generator. It calls `checkpoint` before each `yield` and at its end."""
+    _is_protected[function.__code__] = True
+    return function
+
+
+@overload
+def checkpoint() -> None: ...
+@overload
+def checkpoint(value: _R) -> _R: ...
+@interruptible
+def checkpoint(value: Any = None) -> Any:
+    """Handle a Ctrl-C that was kept; returns `value`. Called where everything is in order, and where a call waits."""
+    if STATE.pending and _is_main_thread():
+        _handle(STATE.frame)
+    return value
+
+
+def environments_opened(owner: Any) -> None:
+    """Have Ctrl-C kept for the environments of this owner, until `environments_closed`."""
+    STATE.open.add(owner)
+
+
+def environments_closed(owner: Any) -> None:
+    """Forget the environments of this owner, from any thread; `restore_handler` follows. Idempotent."""
+    STATE.open.discard(owner)
+
+
+def restore_handler() -> None:
+    """Give Ctrl-C back to Python's own handler when the last environments are closed. Only the main thread can."""
+    if not STATE.open and _is_main_thread() and getsignal(_SIGINT) is _on_interrupt:
+        signal.signal(_SIGINT, signal.default_int_handler)
+
+
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    now = time.monotonic()
+    if not _is_within_protected(frame) or (STATE.pending and now - STATE.since_s > _PATIENCE_S):
+        _handle(frame)
+    elif not STATE.pending:
+        STATE.pending, STATE.frame, STATE.since_s = True, frame, now
+
+
+def _handle(frame: FrameType | None) -> None:
+    STATE.pending, STATE.frame = False, None
+    handler, STATE.handler = STATE.handler, signal.default_int_handler  # a foreign one may call ours in its turn
     try:
-        yield
+        handler(_SIGINT, frame)
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if caught:
-            handler(signal.SIGINT, caught[0])
+        STATE.handler = handler
+
+
+def _is_within_protected(frame: FrameType | None) -> bool:
+    while frame is not None:
+        mark = _is_protected.get(frame.f_code)
+        if mark is not None:
+            return mark
+        frame = frame.f_back
+    return False
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _with_handler(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """Call an uninterrupted function while another handler than ours is set."""
+    handler = getsignal(_SIGINT)
+    if not _is_main_thread() or not callable(handler):
+        return function(*args, **kwargs)  # nobody is interrupted here
+    is_default = handler is signal.default_int_handler
+    STATE.handler = handler
+    signal.signal(_SIGINT, _on_interrupt)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        # In place of Python's own, ours may stay: it does the same outside of such calls.
+        if getsignal(_SIGINT) is _on_interrupt and not (is_default and STATE.open):
+            signal.signal(_SIGINT, handler)
+        try:
+            checkpoint()
+        finally:
+            STATE.handler = signal.default_int_handler

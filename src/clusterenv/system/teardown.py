@@ -15,6 +15,8 @@ import time
 import traceback
 from collections.abc import Callable
 
+from clusterenv.system.interrupts import restore_handler
+
 __all__ = ["OwnThread", "Teardown", "current_exception"]
 
 
@@ -62,6 +64,7 @@ class Teardown:
                 self._done.wait(self._timeout_s)
         finally:
             self._num_waiting -= 1
+            restore_handler()
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -18,6 +18,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from clusterenv.errors import StartError
+from clusterenv.system.interrupts import uninterrupted
 from clusterenv.transport.keys import KeyPair
 
 __all__ = ["Arrived", "HeadSocket", "Link", "NodeSocket"]
@@ -153,6 +154,7 @@ class HeadSocket:
             else:
                 self._ended.append((descriptor, self._accepted.get(descriptor, 0)))
 
+    @uninterrupted  # the frames of a message that is broken off would become part of the next one
     def send(self, route: bytes, frames: Sequence[Any]) -> bool:
         """False where nobody is there any more."""
         try:

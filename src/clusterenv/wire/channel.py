@@ -232,21 +232,22 @@ class FrameReader:
     """Bytes in, messages out: an int for a quick frame, else the message."""
 
     def __init__(self, open_plain: Callable[[bytes], Any] | None = None, allow_pickle: bool = True) -> None:
-        self._buffer = bytearray()
+        self.buffer = bytearray()
+        """The beginning of a frame that is not complete yet."""
         self._open_plain = open_plain or _raw
         self._allow_pickle = allow_pickle
 
     def feed(self, data: bytes | memoryview) -> list[Any]:
-        if len(data) == 9 and not self._buffer and data[4] == _NUMBER:
+        if len(data) == 9 and not self.buffer and data[4] == _NUMBER:
             return [_QUICK.unpack(data)[2]]
-        self._buffer += data
+        self.buffer += data
         messages: list[Any] = []
         start = 0
-        while len(self._buffer) - start >= 5:
-            length, kind = _HEAD.unpack_from(self._buffer, start)
-            if len(self._buffer) - start < 4 + length:
+        while len(self.buffer) - start >= 5:
+            length, kind = _HEAD.unpack_from(self.buffer, start)
+            if len(self.buffer) - start < 4 + length:
                 break
-            body = bytes(memoryview(self._buffer)[start + 5 : start + 4 + length])
+            body = bytes(memoryview(self.buffer)[start + 5 : start + 4 + length])
             if kind == _NUMBER:
                 messages.append(struct.unpack("<I", body)[0])
             elif kind == _PLAIN:
@@ -259,5 +260,5 @@ class FrameReader:
                 raise ProtocolError("a pickled request, where none is taken")
             start += 4 + length
         if start:
-            del self._buffer[:start]
+            del self.buffer[:start]
         return messages

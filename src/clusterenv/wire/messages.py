@@ -116,6 +116,8 @@ class Output(_Message):
     seat: int
     worker: int
     text: str
+    dropped: int = 0
+    """Lines before these that the node dropped."""
 
 
 class StackTrace(_Message):

@@ -1,13 +1,14 @@
 """The process between the head and its workers: imports once what the environments need, forks workers, watches them.
 
-Started by `processes.py` as `python -m clusterenv.worker.forkserver FD`. It keeps no environment and runs no user code
-but imports. It collects the workers' output, reports how they ended, and takes them along when the head is gone.
+Started by `WorkerProcesses` as `python -m clusterenv.worker.forkserver FD`. It keeps no environment and runs no user
+code but imports. Where these start threads, workers are not forked: each one imports the code itself. It collects the
+workers' output, reports how they ended, and takes them along when the head is gone.
 
 Messages are pickled tuples, one per packet of a SOCK_SEQPACKET pair:
-    head → here:  ("setup",) + [payload fd] · ("spawn", index) + [channel, data, progress fds]
+    head → here:  ("setup",) + [setup fd] · ("spawn", index) + [channel, shared memory fds]
                   ("kill", index, with_traceback) · ("stack", index)
-    here → head:  ("ready",) · ("failed", text) · ("spawned", index, pid) · ("output", index, text)
-                  ("stack", index, text) · ("exited", index, pid, status, tail)
+    here → head:  ("failed", text) · ("threads", names) · ("spawned", index, pid) · ("stack", index, text)
+                  ("output", index, text, lines dropped before) · ("exited", index, pid, status, tail)
 """
 
 from __future__ import annotations
@@ -20,21 +21,27 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from clusterenv.code import packages as sources
 from clusterenv.spec import load_makers
 from clusterenv.system.orphans import Orphans, become_subreaper, kill_group
 from clusterenv.worker import main as worker
+from clusterenv.worker.output import LineBuffer
+from clusterenv.worker.setup import ForkServerSetup
 
 __all__ = ["main"]
 
 _TAIL_BYTES = 16_000
-_OUTPUT_QUEUE = 2_000
+_OUTPUT_BYTES = 1 << 20
+"""What is kept of one worker's output while the head does not read: what comes then is counted and dropped."""
+
+_PACKET_BYTES = 32_000
 _STACK_S = 0.3
 """How long a worker gets to write its stack: microseconds of work, but it may have to wait for a core."""
 
@@ -49,7 +56,11 @@ class _Child:
     pidfd: int
     output: int
     tail: bytes = b""
-    partial: bytes = b""
+    lines: LineBuffer = field(default_factory=LineBuffer)
+    queued_bytes: int = 0
+    """Of its output, in the outbox."""
+    dropped: int = 0
+    """Lines that were dropped, and are not reported yet."""
     kill_at: float | None = None
     stack: bytes = b""
     stack_until: float | None = None
@@ -61,23 +72,20 @@ class _Server:
         self._control = control
         self._children: dict[int, _Child] = {}  # by pidfd
         self._outputs: dict[int, _Child] = {}  # by the pipe of their output
-        self._outbox: deque[bytes] = deque()
+        self._outbox: deque[tuple[bytes, _Child | None]] = deque()  # packets, and whose output they are
         self._poller = select.poll()
         self._poller.register(control, select.POLLIN)
-        self._setup: Any = None
+        self._setup: ForkServerSetup | None = None
+        self._makers: Any = None
+        self._setup_fd = -1  # where workers read the setup themselves; -1: they are forked with it
         self._orphans = Orphans()
         self._has_orphans = False
 
     def serve(self) -> None:
         while True:
-            children = self._children.values()
-            waiting = [at for child in children for at in (child.kill_at, child.stack_until) if at is not None]
-            if self._has_orphans:
-                waiting.append(time.monotonic() + _ORPHANS_S)
-            timeout_ms = max(0.0, (min(waiting) - time.monotonic()) * 1000) if waiting else None
             wanted = select.POLLIN | (select.POLLOUT if self._outbox else 0)
             self._poller.modify(self._control, wanted)
-            for fd, events in self._poller.poll(timeout_ms):
+            for fd, events in self._poller.poll(self._timeout_ms()):
                 if fd == self._control.fileno():
                     if events & select.POLLOUT:
                         self._flush()
@@ -87,16 +95,26 @@ class _Server:
                     self._read_output(self._outputs[fd])
                 elif fd in self._children:
                     self._bury(self._children[fd])
-            now = time.monotonic()
-            for child in list(self._children.values()):
-                if child.kill_at is not None and child.kill_at <= now:
-                    kill_group(child.pid)
-                    child.kill_at = None
-                if child.stack_until is not None and child.stack_until <= now:
-                    self._send(("stack", child.index, child.stack[:_TAIL_BYTES].decode(errors="replace")))
-                    child.stack, child.stack_until = b"", None
-            if self._has_orphans:
-                self._end_orphans()
+            self._do_due(time.monotonic())
+
+    def _timeout_ms(self) -> float | None:
+        children = self._children.values()
+        waiting = [at for child in children for at in (child.kill_at, child.stack_until) if at is not None]
+        if self._has_orphans:
+            waiting.append(time.monotonic() + _ORPHANS_S)
+        return max(0.0, (min(waiting) - time.monotonic()) * 1000) if waiting else None
+
+    def _do_due(self, now: float) -> None:
+        """Kill workers that had their time to write where they hang; send the stacks that were asked for."""
+        for child in list(self._children.values()):
+            if child.kill_at is not None and child.kill_at <= now:
+                kill_group(child.pid)
+                child.kill_at = None
+            if child.stack_until is not None and child.stack_until <= now:
+                self._send(("stack", child.index, child.stack[:_TAIL_BYTES].decode(errors="replace")))
+                child.stack, child.stack_until = b"", None
+        if self._has_orphans:
+            self._end_orphans()
 
     def _command(self) -> bool:
         try:
@@ -124,23 +142,21 @@ class _Server:
         return True
 
     def _set_up(self, fd: int) -> None:
-        with os.fdopen(fd, "rb") as file:
-            setup = pickle.load(file)
         try:
-            sys.path[:] = setup["sys_path"]
-            if setup["delivered"] is not None:
-                sources.install(*setup["delivered"])
-            for module in setup["modules"]:
-                importlib.import_module(module)
-            setup["makers"] = load_makers(setup["payload"], setup["num_envs"], setup["is_named"])
+            self._setup, self._makers = _load(fd)
         except BaseException:
             self._send(("failed", traceback.format_exc()))
             return
-        self._setup = setup
+        threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        if threads:
+            # A fork would have the locks that these hold, for ever, and not the threads.
+            self._setup_fd = fd
+            self._send(("threads", ", ".join(map(_described, threads))))
+        else:
+            os.close(fd)
         self._orphans.spare_present()
         gc.collect()
         gc.freeze()  # the workers' collectors would otherwise touch, and so copy, every inherited page
-        self._send(("ready",))
 
     def _spawn(self, index: int, fds: list[int]) -> None:
         read_end, write_end = os.pipe()
@@ -157,19 +173,10 @@ class _Server:
                 os.dup2(write_end, 1)
                 os.dup2(write_end, 2)
                 os.close(write_end)
-                channel, *shared = fds
-                setup = self._setup
-                worker.run(
-                    index,
-                    socket.socket(fileno=channel),
-                    worker.SharedMemory(*shared),
-                    setup["makers"],
-                    setup["mode"],
-                    setup["check"],
-                    setup["spin_s"],
-                    setup["plain"],
-                    setup["is_named"],
-                )
+                if self._setup_fd >= 0:
+                    _start_anew(index, [self._setup_fd, *fds])
+                assert self._setup is not None
+                _run_worker(index, self._makers, self._setup, fds)
             except BaseException:
                 os.write(2, traceback.format_exc().encode())
             finally:
@@ -196,13 +203,22 @@ class _Server:
         if child.stack_until is not None:
             child.stack = (child.stack + data)[:_TAIL_BYTES]
             return True
-        *lines, child.partial = (child.partial + data).split(b"\n")
-        if lines and len(self._outbox) < _OUTPUT_QUEUE:
-            text = b"\n".join(lines)
-            for start in range(0, len(text), 32_000):
-                piece = text[start : start + 32_000]
-                self._send(("output", child.index, piece.decode(errors="replace")))
+        self._send_output(child, child.lines.feed(data))
         return True
+
+    def _send_output(self, child: _Child, lines: list[bytes]) -> None:
+        """Lines are shorter than a packet may be."""
+        while lines:
+            size = count = 0
+            while count < len(lines) and (not count or size + len(lines[count]) < _PACKET_BYTES):
+                size, count = size + len(lines[count]) + 1, count + 1
+            if child.queued_bytes + size > _OUTPUT_BYTES:
+                child.dropped += len(lines)
+                return
+            text = b"\n".join(lines[:count]).decode(errors="replace")
+            self._send(("output", child.index, text, child.dropped), child)
+            child.dropped = 0
+            del lines[:count]
 
     def _close_output(self, child: _Child) -> None:
         if self._outputs.pop(child.output, None) is not None:
@@ -214,6 +230,9 @@ class _Server:
         while child.output in self._outputs and self._read_output(child):
             pass
         self._close_output(child)
+        self._send_output(child, child.lines.flush())
+        if child.dropped:
+            self._outbox.append((self._dropped(child), None))
         kill_group(child.pid)
         _, status = os.waitpid(child.pid, 0)
         self._poller.unregister(child.pidfd)
@@ -225,26 +244,74 @@ class _Server:
     def _end_orphans(self) -> None:
         self._has_orphans = self._orphans.end({child.pid for child in self._children.values()})
 
-    def _send(self, message: tuple[Any, ...]) -> None:
-        self._outbox.append(pickle.dumps(message))
+    def _send(self, message: tuple[Any, ...], child: _Child | None = None) -> None:
+        packet = pickle.dumps(message)
+        if child is not None:
+            child.queued_bytes += len(packet)
+        self._outbox.append((packet, child))
         self._flush()
+
+    def _dropped(self, child: _Child) -> bytes:
+        dropped, child.dropped = child.dropped, 0
+        return pickle.dumps(("output", child.index, "", dropped))
 
     def _flush(self) -> None:
         while self._outbox:
+            packet, child = self._outbox[0]
             try:
-                self._control.send(self._outbox[0], socket.MSG_DONTWAIT)
+                self._control.send(packet, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except ConnectionError:
                 self._outbox.clear()
                 return
             self._outbox.popleft()
+            if child is not None:
+                child.queued_bytes -= len(packet)
+                if not child.queued_bytes and child.dropped:
+                    self._outbox.append((self._dropped(child), None))
 
     def stop(self) -> None:
         self._orphans.end_all(timeout_s=2.0)  # less than the head waits for this process
 
 
+def _load(fd: int) -> tuple[ForkServerSetup, Any]:
+    """Import what the environments need; return the setup and the functions that make them."""
+    with open(f"/proc/self/fd/{fd}", "rb") as file:  # noqa: PTH123 (another offset than the descriptor's own)
+        setup: ForkServerSetup = pickle.load(file)
+    sys.path[:] = setup.sys_path
+    if setup.delivered is not None:
+        sources.install(*setup.delivered)
+    for module in setup.modules:
+        importlib.import_module(module)
+    return setup, load_makers(setup.payload, setup.num_envs, setup.is_named)
+
+
+def _described(thread: threading.Thread) -> str:
+    """Return a thread's name, and what it runs."""
+    runs = getattr(thread, "_target", None) or type(thread)
+    return f"{thread.name!r} ({getattr(runs, '__module__', '?')}.{getattr(runs, '__qualname__', runs)})"
+
+
+def _run_worker(index: int, makers: Any, setup: ForkServerSetup, fds: list[int]) -> None:
+    channel, *shared = fds
+    worker.run(index, socket.socket(fileno=channel), worker.SharedMemory(*shared), makers, setup)
+
+
+def _start_anew(index: int, fds: list[int]) -> None:
+    """Become a worker that imports everything itself. Does not return."""
+    for fd in fds:
+        os.set_inheritable(fd, True)
+    command = [sys.executable, "-m", "clusterenv.worker.forkserver", "worker", str(index), *map(str, fds)]
+    os.execv(sys.executable, command)
+
+
 def main() -> None:
+    if sys.argv[1] == "worker":
+        index, setup_fd, *fds = map(int, sys.argv[2:])
+        setup, makers = _load(setup_fd)
+        os.close(setup_fd)
+        _run_worker(index, makers, setup, fds)
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(worker.STACK_SIGNAL, signal.SIG_IGN)  # inherited: a worker may be asked before it is ready to answer

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import io
 import mmap
 import os
 import random
@@ -15,10 +14,9 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from gymnasium.vector import AutoresetMode
 
 from clusterenv.memory.progress import BELL, PROGRESS_BYTES
 from clusterenv.system.orphans import become_subreaper
@@ -26,6 +24,8 @@ from clusterenv.wire.channel import FrameReader, encode, encode_quick, open_requ
 from clusterenv.wire.requests import Close
 from clusterenv.worker.dispatch import Dispatcher
 from clusterenv.worker.network_answers import NetworkAnswers
+from clusterenv.worker.output import MarkedOutput
+from clusterenv.worker.setup import ForkServerSetup
 
 __all__ = ["STACK_SIGNAL", "SharedMemory", "run"]
 
@@ -60,39 +60,8 @@ class _Mapped:
         return memoryview(mmap.mmap(self._shared.weights, 0, prot=mmap.PROT_READ))
 
 
-class _TaggedOutput(io.TextIOBase):
-    """sys.stdout or sys.stderr of a worker: each line is marked with the slot that was running."""
-
-    def __init__(self, fd: int, progress: memoryview) -> None:
-        self._fd = fd
-        self._at = progress
-        self._line = ""
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def write(self, text: str) -> int:
-        *lines, self._line = (self._line + text).split("\n")
-        for line in lines:
-            os.write(self._fd, f"\x00{self._at[0]}\x00{line}\n".encode(errors="replace"))
-        return len(text)
-
-
-def run(
-    index: int,
-    channel: socket.socket,
-    memory: SharedMemory,
-    makers: Any,
-    mode: AutoresetMode | None,
-    check: bool,
-    spin_s: float,
-    plain: Literal["refuse", "repr"] | None,
-    is_named: bool,
-) -> None:
-    """Serve requests until the head closes the channel. `is_named`: they are plain data, and nothing is unpickled."""
+def run(index: int, channel: socket.socket, memory: SharedMemory, makers: Any, setup: ForkServerSetup) -> None:
+    """Serve requests until the head closes the channel. Where the setup `is_named`, nothing is unpickled."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the line above took effect
@@ -101,16 +70,16 @@ def run(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
     progress_map = mmap.mmap(memory.progress, 0)
     progress = memoryview(progress_map).cast("i")[index * PROGRESS_BYTES // 4 :]
-    sys.stdout = _TaggedOutput(1, progress)
-    sys.stderr = _TaggedOutput(2, progress)
+    config = setup.config
+    sys.stdout, sys.stderr = outputs = MarkedOutput(1, progress), MarkedOutput(2, progress)
     faulthandler.enable(file=2, all_threads=True)
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
     _seed_global_generators()
 
-    dispatcher = Dispatcher(makers, mode, check, progress, _Mapped(memory))
-    receiver = _Receiver(channel, progress, spin_s)
-    reader = FrameReader(open_request, allow_pickle=not is_named)
-    network = None if plain is None else NetworkAnswers(channel, plain)
+    dispatcher = Dispatcher(makers, config.mode, config.check, progress, _Mapped(memory))
+    receiver = _Receiver(channel, progress, config.spin_s)
+    reader = FrameReader(open_request, allow_pickle=not setup.is_named)
+    network = None if config.plain is None else NetworkAnswers(channel, config.plain)
 
     def send_here(reply: Any) -> None:
         channel.sendall(encode_quick(reply) if isinstance(reply, int) else encode(reply))
@@ -127,7 +96,8 @@ def run(
             if reply is not None:
                 send(reply)
             if isinstance(message, Close):
-                sys.stdout.flush()
+                for output in outputs:
+                    output.end_line()
                 os._exit(0)
 
 

@@ -100,7 +100,7 @@ class _VirtualCrew(InlineCrew):
 
     def stats(self) -> dict[str, Any]:
         """What a head would have sent to each node, but for its greeting and the code of the environments."""
-        return {"sent_bytes": list(self._sent)}
+        return {**super().stats(), "sent_bytes": list(self._sent)}
 
     def _count(self, index: int, message: Any, payload: Sequence[Any]) -> None:
         self._sent[index] += sum(len(frame) for frames in to_wire(1, message, payload) for frame in frames)
@@ -127,8 +127,8 @@ class _VirtualCrew(InlineCrew):
             _, reply = self._events.pop()
             self._due.append((self._busy_until[index], index, reply))
 
-    def wait(self, timeout_s: float) -> list[tuple[int, Any]]:
-        events = super().wait(timeout_s)
+    def poll(self, timeout_s: float) -> list[tuple[int, Any]]:
+        events = super().poll(timeout_s)
         if events or not self._due:
             return events
         first = min(self._due, key=lambda entry: entry[:2])

@@ -1,8 +1,8 @@
 """`Keeper`: the one thread of a run that talks to its scheduler, so that nobody else waits for an answer.
 
 What the head wants of nodes is queued here; `over` tells it which nodes are known to have ended. How nodes are started,
-watched and ended is up to the backend (`Jobs`). Only this thread calls it, from the first start to the last `stop`:
-a scheduler that hangs delays nobody, and nothing can be started once `stop` was asked for.
+watched and ended is up to the backend (`contract.Jobs`). Only this thread calls it, from the first start to the last
+`stop`: a scheduler that hangs delays nobody, and nothing can be started once `stop` was asked for.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ import re
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
 
+from clusterenv.backends.contract import CancelsJobs, Jobs, ScheduledJobs
 from clusterenv.errors import StartError
 from clusterenv.events import Event, EventLog, emit
 from clusterenv.system.teardown import OwnThread
 
-if TYPE_CHECKING:
-    from clusterenv.backends.cluster import Jobs
-
-__all__ = ["Hopeless", "Keeper"]
+__all__ = ["Keeper"]
 
 _LOOK_S = 0.5
 _AGAIN_S = 2.0
@@ -33,12 +30,6 @@ _MARGIN_S = 0.5
 
 _LATE_S = 30.0
 """How long `Jobs.stop` may take in the background, where an earlier call returned after the deadline only."""
-
-
-class Hopeless(str):
-    """Why a job is over, as `Jobs.look` says it, where starting it again would not help."""
-
-    __slots__ = ()
 
 
 class Keeper:
@@ -53,6 +44,7 @@ class Keeper:
         self._orders: deque[tuple[int, bool]] = deque()  # node, whether it is wanted
         self._wanted: dict[int, float] = {}  # node → when to start it at the earliest
         self._let_go: set[int] = set()
+        self._started: set[int] = set()  # nodes that have a job, which may be over; not those whose job was dropped
         self._trouble = ""  # why the scheduler gave no answer, while it gives none
         self._trouble_since = 0.0
         self._thread: threading.Thread | None = None
@@ -104,7 +96,7 @@ class Keeper:
         try:
             for node in range(nodes):
                 if not self.closing.is_set():
-                    jobs.start(node)
+                    self._start(jobs, node)
         except BaseException as error:
             self._failure = error
             self._begun.set()
@@ -114,11 +106,16 @@ class Keeper:
             self._attend(jobs)
         try:
             now = time.monotonic()
-            jobs.stop(self._deadline if now < self._deadline else now + _LATE_S)
+            if isinstance(jobs, ScheduledJobs):
+                jobs.stop(self._deadline if now < self._deadline else now + _LATE_S)
         except Exception as error:  # a scheduler's client may raise anything; `stop` reports it
             self._left = _told(error)
         finally:
             self._ended.set()
+
+    def _start(self, jobs: Jobs, node: int) -> None:
+        jobs.start(node)
+        self._started.add(node)
 
     def _attend(self, jobs: Jobs) -> None:
         try:
@@ -155,11 +152,19 @@ class Keeper:
             else:
                 self._let_go.add(node)
                 self._wanted.pop(node, None)
-                jobs.drop(node)
+                if isinstance(jobs, CancelsJobs):
+                    jobs.drop(node)
+                    self._started.discard(node)
 
     def _look(self, jobs: Jobs) -> None:
-        over, now = jobs.look(), time.monotonic()
-        due = [n for n, at in self._wanted.items() if now >= at and (n in over or not jobs.has_job(n))]
+        is_known = isinstance(jobs, ScheduledJobs)
+        over = jobs.look() if isinstance(jobs, ScheduledJobs) else {}
+        now = time.monotonic()
+        due = [
+            node
+            for node, at in self._wanted.items()
+            if now >= at and (node in over or node not in self._started or not is_known)
+        ]
         # Before the first start: nobody may take a new agent, which joins at once, for the one that is over.
         with self._lock:
             not_told = {*self._let_go, *self._wanted, *(node for node, is_wanted in self._orders if is_wanted)}
@@ -168,7 +173,7 @@ class Keeper:
             if self.closing.is_set():
                 return
             try:
-                jobs.start(node)
+                self._start(jobs, node)
             except Exception as error:  # a quota, rights taken away: tried again, and worth knowing
                 self._wanted[node] = time.monotonic() + _AGAIN_S
                 emit(logging.WARNING, f"node {node} could not be started: {_told(error)}")

@@ -48,7 +48,7 @@ class Note:
         self._thread.start()
 
     def add_jobs(self, jobs: Mapping[str, Any]) -> None:
-        """Have `clusterenv gc` remove these: a backend's name, and what its `collect` needs."""
+        """Have `clusterenv gc` remove these: a backend's name, and what its `collect_garbage` needs."""
         self._fields["jobs"] = dict(jobs)
         self._write()
 

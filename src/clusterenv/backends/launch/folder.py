@@ -11,11 +11,20 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from clusterenv.backends.note import Note
+from clusterenv.backends.launch.note import Note
 from clusterenv.errors import ClusterEnvError, StartError
 from clusterenv.transport.keys import Joining, KeyPair, close_joining, private_folder, write_joining
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "key_file", "run_path"]
+
+
+def run_path(place: str | os.PathLike[str] | None, run: str) -> Path:
+    """Return the folder of this run; `place`: where such folders are made, None: the temporary directory."""
+    return Path(place or tempfile.gettempdir()).expanduser() / f"clusterenv-{run}"
+
+
+def key_file(folder: Path, node: int) -> Path:
+    return folder / f"node-{node}.key"
 
 
 class RunFolder:
@@ -29,7 +38,7 @@ class RunFolder:
     def __init__(self, place: str | os.PathLike[str] | None, lease_s: float, any_owner: bool) -> None:
         self.run = secrets.token_hex(4)
         # A folder of the run's own, also below one that the user names: it is removed at the end.
-        self.path = Path(place or tempfile.gettempdir()).expanduser() / f"clusterenv-{self.run}"
+        self.path = run_path(place, self.run)
         with self.writing():
             private_folder(self.path, any_owner)
         try:
@@ -47,7 +56,7 @@ class RunFolder:
     def write_keys(self, address: str, head_key: str, pairs: list[KeyPair]) -> None:
         with self.writing():
             for node, pair in enumerate(pairs):
-                path = self.path / f"node-{node}.key"
+                path = key_file(self.path, node)
                 write_joining(path, Joining(self.run, node, address, head_key, pair.public, pair.secret))
                 self.files += (path,)
                 self.digests += (hashlib.sha256(path.read_bytes()).hexdigest(),)

@@ -1,0 +1,19 @@
+"""Reads the ends of logs that node agents write."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["read_tail"]
+
+
+def read_tail(path: Path, size: int = 4000) -> str:
+    """Return the last `size` bytes of a log as text; a log that is empty or not there is said to be so."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - size))
+            return file.read().decode(errors="replace").strip() or "(nothing)"
+    except OSError:
+        return f"(no log at {path})"

@@ -1,0 +1,132 @@
+"""`Loopback`: node agents as processes of this machine, over TCP: the path of a cluster without a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterenv.backends.contract import Hopeless
+from clusterenv.backends.launch.logs import read_tail
+from clusterenv.backends.remote import Remote
+from clusterenv.errors import SpecError
+from clusterenv.system.cpus import usable_cores
+from clusterenv.system.exits import NEVER, how_it_ended
+
+if TYPE_CHECKING:
+    from gymnasium.vector import AutoresetMode
+
+    from clusterenv.backends.contract import Plan
+    from clusterenv.driver import Pool
+    from clusterenv.events import EventLog
+    from clusterenv.recovery import Recovery
+    from clusterenv.spec import Blueprint
+
+__all__ = ["Loopback", "from_local"]
+
+
+@dataclass(frozen=True)
+class Loopback(Remote):
+    """Nodes as processes of this machine, which are spoken to over TCP as those of a cluster are: to try that path.
+
+    Args:
+        nodes: how many.
+        others: as in `Remote`, which see; here more workers than CPUs are allowed.
+
+    Example:
+        >>> import clusterenv as ce
+        >>> envs = ce.ClusterEnv("CartPole-v1", num_envs=4, backend=ce.Loopback(nodes=2))
+        >>> envs.reset(seed=1)[0].shape
+        (4, 4)
+        >>> envs.close()
+    """
+
+    bind: str | None = field(default="127.0.0.1", kw_only=True)
+    start_timeout_s: float = field(default=60.0, kw_only=True)
+    oversubscribe: bool = field(default=True, kw_only=True)
+
+    def launch(self, plan: Plan) -> AgentProcesses:
+        return AgentProcesses(plan, dead_after_s=self.heartbeat_s[1])
+
+    def script(self, plan: Plan) -> str:
+        return shlex.join(plan.command(0))
+
+
+class AgentProcesses:
+    """`Jobs` on this host. They end with their lease on the head, so they leave nothing to `clusterenv gc`."""
+
+    def __init__(self, plan: Plan, dead_after_s: float) -> None:
+        self._plan = plan
+        self._options = ["--lease-s", str(plan.lease_s), "--dead-after-s", str(max(dead_after_s, plan.lease_s))]
+        self._agents: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, node: int) -> None:
+        with self._log(node).open("ab") as log:
+            self._agents[node] = subprocess.Popen(
+                [*self._plan.command(node), *self._options],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the terminal reaches the head alone, which then closes
+            )
+
+    def look(self) -> dict[int, str]:
+        codes = {node: agent.poll() for node, agent in self._agents.items()}
+        return {
+            node: (Hopeless if code == NEVER else str)(f"ended: {how_it_ended(code)}")
+            for node, code in codes.items()
+            if code is not None
+        }
+
+    def state(self, node: int) -> str:
+        agent = self._agents.get(node)
+        return f"process {agent.pid}" if agent is not None else ""
+
+    def log_tail(self, node: int) -> str:
+        return read_tail(self._log(node))
+
+    def describe(self) -> str:
+        return f"{len(self._agents)} processes of this machine; logs in {self._plan.folder}"
+
+    def stop(self, deadline: float) -> None:
+        patience = min(deadline - 1.0, time.monotonic() + 3.0)
+        for agent in self._agents.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                agent.wait(max(0.05, patience - time.monotonic()))
+        for agent in self._agents.values():
+            if agent.poll() is None:
+                agent.kill()
+                agent.wait()
+
+    def _log(self, node: int) -> Path:
+        return self._plan.folder / f"node-{node}.log"
+
+
+# -- what `Local(network=True)` was -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _AsManyAsFit(Loopback):
+    """As many workers as this process may use CPUs and there are environments, shared by the nodes."""
+
+    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
+        each = max(1, min(usable_cores(), blueprint.num_envs) // self.nodes)
+        return Loopback.start(replace(self, workers_per_node=each), blueprint, mode, recovery, events)
+
+
+def from_local(options: Mapping[str, Any]) -> Loopback:
+    """Return the backend that `Local(network=True, ...)` with these options stood for."""
+    given = dict(options)
+    workers, nodes = given.pop("workers", None), given.pop("nodes", 1)
+    if "heartbeat" in given:
+        given["heartbeat_s"] = given.pop("heartbeat")
+    if workers is None:
+        return _AsManyAsFit(nodes, **given)
+    if workers % nodes or not workers:
+        raise SpecError(f"Local(workers={workers}, nodes={nodes}): every node has as many workers, at least one")
+    return Loopback(nodes, workers_per_node=workers // nodes, **given)

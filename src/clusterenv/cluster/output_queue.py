@@ -1,0 +1,36 @@
+"""What the workers of nodes printed, kept until the caller comes to show it: bounded, and what is dropped is counted.
+
+The head's listening thread puts messages in while the learner computes, maybe for hours; `RemoteCrew` takes them out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from clusterenv.wire.messages import Output
+
+__all__ = ["OutputQueue"]
+
+_BYTES = 4 << 20
+_MESSAGES = 10_000
+
+
+class OutputQueue:
+    """The output of one node's workers."""
+
+    def __init__(self) -> None:
+        self.messages: deque[Output] = deque()
+        self._bytes = 0
+
+    def put(self, message: Output) -> None:
+        """Keep these lines, or only their number where too much waits already."""
+        if self._bytes + len(message.text) <= _BYTES and len(self.messages) < _MESSAGES:
+            self.messages.append(message)
+            self._bytes += len(message.text)
+            return
+        dropped = max(0, message.dropped) + message.text.count("\n") + 1
+        last = self.messages[-1]
+        if (last.worker == message.worker and not last.text) or len(self.messages) >= 2 * _MESSAGES:
+            last.dropped += dropped
+        else:
+            self.messages.append(Output(message.seat, message.worker, "", dropped))

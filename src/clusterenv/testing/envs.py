@@ -1,0 +1,55 @@
+"""Environments for tests of backends, importable wherever this package is: nodes need no other code for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+__all__ = ["KILL_NODE", "KILL_WORKER", "STEP", "Fragile"]
+
+STEP, KILL_WORKER, KILL_NODE = range(3)
+
+
+class Fragile(gym.Env[Any, Any]):
+    """Counts its steps in episodes without end, and can end its own worker process or its node agent by an action."""
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Box(0.0, np.inf, (1,), np.float64)
+        self.action_space = spaces.Discrete(3)
+        self._count = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._count = 0
+        return self._observation(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if action == KILL_WORKER:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if action == KILL_NODE:
+            os.kill(_agent(), signal.SIGKILL)
+        self._count += 1
+        return self._observation(), 1.0, False, False, {}
+
+    def place(self) -> dict[str, Any]:
+        """Return the numbers of the worker process and of its node agent, and where these numbers mean something."""
+        return {"worker": os.getpid(), "agent": _agent(), "where": where()}
+
+    def _observation(self) -> Any:
+        return np.array([self._count], dtype=np.float64)
+
+
+def where() -> str:
+    """Return what tells this machine, and this namespace of process numbers on it, from others."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _agent() -> int:
+    """Return the process number of the node agent: the parent of the fork server, which is the parent of a worker."""
+    return int(Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[1])

@@ -1,0 +1,52 @@
+"""What worker processes are started with: chosen by a backend, sent to the fork server once, inherited by workers."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.spec import Blueprint, Delivered
+
+__all__ = ["ForkServerSetup", "WorkerConfig"]
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """How workers run their environments, on whatever machine."""
+
+    mode: AutoresetMode | None
+    check: bool
+    """Whether what environments return is checked against their spaces."""
+    threads: int | None = 1
+    """What numerical libraries in a worker may use; None: not set."""
+    preload: tuple[str, ...] = ()
+    """Modules that are imported before workers are forked."""
+    plain: Literal["refuse", "repr"] | None = None
+    """Workers answer in plain data, for the network; what becomes of infos that are not. None: they pickle."""
+    spin_s: float = 0.0
+    """How long a worker waits awake for its next request."""
+
+
+@dataclass(frozen=True)
+class ForkServerSetup:
+    """What the fork server imports and hands to every worker."""
+
+    modules: tuple[str, ...]
+    payload: bytes
+    num_envs: int
+    is_named: bool
+    delivered: Delivered | None
+    config: WorkerConfig
+    sys_path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
+
+    @staticmethod
+    def of(blueprint: Blueprint, config: WorkerConfig) -> ForkServerSetup:
+        """Return the setup for these environments."""
+        entry = blueprint.spec.entry_point if blueprint.spec is not None else None
+        modules = (*config.preload, *([entry.split(":")[0]] if isinstance(entry, str) else []))
+        return ForkServerSetup(
+            modules, blueprint.payload, blueprint.num_envs, blueprint.is_named, blueprint.delivered, config
+        )
