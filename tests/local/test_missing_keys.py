@@ -9,7 +9,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 import clusterenv as ce
-from clusterenv.cluster.checks import check_missing
+from clusterenv.engine.fragment_answers import check_missing
 from clusterenv.errors import ProtocolError
 from clusterenv.testing import Virtual
 from clusterenv.wire.channel import encode_plain, plain
@@ -159,7 +159,7 @@ def test_nothing_travels_where_all_keys_come():
 
 def test_what_a_node_says_of_keys_is_checked():
     good = MissingKeys("mask", ["a"], ["b"])
-    told_of = plain().unpack(encode_plain(Reply(1, [], good))[5 + 7 :])
+    told_of = plain().unpack(encode_plain(Reply(1, [], good))[5 + 18 :])
     assert told_of.infos == good
     check_missing(good)
     check_missing(None)

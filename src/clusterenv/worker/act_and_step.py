@@ -21,10 +21,10 @@ from clusterenv.policy.acting.base import PAD, pad_rows
 from clusterenv.policy.acting.distributions import mask_logits
 from clusterenv.wire.requests import Finals, Reply, RunFragment
 from clusterenv.worker.envs import EnvGroup
-from clusterenv.worker.faults import Caught
 from clusterenv.worker.fragment import Fragment
 from clusterenv.worker.pace import TIMED_EVERY
 from clusterenv.worker.policy import WorkerPolicy, not_finite, pad_starts, policy_failed
+from clusterenv.worker.single_env import Caught
 
 __all__ = ["FragmentLoop"]
 

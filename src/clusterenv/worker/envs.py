@@ -27,9 +27,8 @@ from clusterenv.memory.rows import (
 )
 from clusterenv.spec import refuse_other
 from clusterenv.wire.requests import Build, Built, Call, Fault, Rebuild, Reply, Reset, SetAttr, Step, Sticky
-from clusterenv.worker.faults import Caught, describe, rows_reply
 from clusterenv.worker.pace import TIMED_EVERY, Pace
-from clusterenv.worker.single_env import apply_stickies, call_env, close_env
+from clusterenv.worker.single_env import Caught, apply_stickies, call_env, close_env, describe, rows_reply
 
 __all__ = ["EnvGroup"]
 

@@ -20,9 +20,8 @@ from clusterenv.rollout import map_arrays
 from clusterenv.spec import MakeFromSpec
 from clusterenv.wire.requests import Episode, Evaluate, Fault, Reply, Sticky
 from clusterenv.worker.envs import EnvGroup
-from clusterenv.worker.faults import Caught
 from clusterenv.worker.policy import WorkerPolicy
-from clusterenv.worker.single_env import apply_stickies, close_env
+from clusterenv.worker.single_env import Caught, apply_stickies, close_env
 
 __all__ = ["Evaluator"]
 

@@ -1,4 +1,4 @@
-"""What is done with one environment of the user's beside stepping it: set its attributes again, call it, close it."""
+"""One environment of the user's beside its steps: attributes set again, calls, closing; and its failures as faults."""
 
 from __future__ import annotations
 
@@ -6,10 +6,38 @@ import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from clusterenv.wire.requests import Sticky
-from clusterenv.worker.faults import Caught
+from clusterenv.memory.progress import INIT, PHASES, RESET
+from clusterenv.wire import infos as info_columns
+from clusterenv.wire.requests import Fault, Reply, Sticky
 
-__all__ = ["apply_stickies", "call_env", "close_env"]
+__all__ = ["Caught", "describe", "rows_reply", "apply_stickies", "call_env", "close_env"]
+
+Caught = (Exception, SystemExit)
+"""What user code may raise without taking the worker along; `sys.exit()` in a simulator is not the worker's."""
+
+
+def describe(slot: int, phase: int, error: BaseException, seed: int | None, incarnation: int, call: int) -> Fault:
+    """Return the fault. `call`: number of the failing `step` call in its episode."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    title = f"{type(error).__name__}: {error}"
+    return Fault(slot, PHASES[phase], title, text, seed, incarnation, 0 if phase in (INIT, RESET) else call)
+
+
+def rows_reply(
+    request: int,
+    slots: list[int],
+    infos: list[tuple[int, dict[str, Any]]],
+    objects: list[tuple[int, list[Any]]],
+    faults: list[Fault],
+    last: bool = True,
+) -> Reply:
+    """Answer with rows; of slots that failed, only the fault travels."""
+    if faults:
+        failed = {fault.slot for fault in faults}
+        infos = [item for item in infos if item[0] not in failed]
+        objects = [item for item in objects if item[0] not in failed]
+    columns = info_columns.pack(infos) if infos else None
+    return Reply(request, slots, columns, objects or None, faults, None, last)
 
 
 def apply_stickies(env: Any, stickies: list[Sticky]) -> None:

@@ -16,8 +16,7 @@ from clusterenv.memory.rows import Buffers, assemble, bad_rows, flatten
 from clusterenv.spec import Vector
 from clusterenv.wire.infos import Column, Columns, select
 from clusterenv.wire.requests import Build, Built, Call, Fault, Rebuild, Reply, Reset, SetAttr, Step, Sticky
-from clusterenv.worker.faults import Caught, describe
-from clusterenv.worker.single_env import close_env
+from clusterenv.worker.single_env import Caught, close_env, describe
 
 __all__ = ["VectorGroup"]
 
