@@ -52,13 +52,13 @@ def run(jobs: list[Job], path: Path, processes: int, steps_share: float = 1.0, u
     waiting = [job for job in jobs if (job.arm, job.seed) not in done]
     total, count, begin, stamp = len(waiting), 0, time.monotonic(), about()
     running: dict[Future[dict[str, Any]], Job] = {}
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool, path.open("a") as file:
+    with ProcessPoolExecutor(processes, get_context("spawn")) as driver, path.open("a") as file:
         while waiting or running:
             for job in list(_ready(waiting, done))[: processes - len(running)]:
                 waiting.remove(job)
                 parent = parent_of(job.arm)
                 pulled = done[parent, job.seed]["pulled"] if parent else ()
-                running[pool.submit(run_arm, *job, pulled, steps_share)] = job
+                running[driver.submit(run_arm, *job, pulled, steps_share)] = job
             if not running:
                 names = sorted({job.arm.name for job in waiting})
                 print(f"not run: {', '.join(names)} permute runs that are missing", file=sys.stderr)

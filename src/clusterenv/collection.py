@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from clusterenv.driver import Pool
+from clusterenv.driver import Driver
 from clusterenv.engine.assembly import Part, end_episodes, put_together, size_of
 from clusterenv.engine.collecting import Attached
 from clusterenv.engine.fragments import Fragment
-from clusterenv.engine.stats import Tally
+from clusterenv.engine.stats import Counters
 from clusterenv.engine.synchronization import Synchronization
 from clusterenv.engine.weights import Machine
 from clusterenv.errors import DeadlineError, EnvError, PolicyError, WorkerLostError
@@ -36,39 +36,39 @@ _FIRST_STATES = 64
 class Collection:
     """What one policy collects."""
 
-    def __init__(self, pool: Pool, policy: Policy, attached: Attached, sync: Synchronization) -> None:
-        self.fragments = pool.collecting.fragments
+    def __init__(self, driver: Driver, policy: Policy, attached: Attached, sync: Synchronization) -> None:
+        self.fragments = driver.collecting.fragments
         self.sync = sync
-        self.counts = Tally(len(pool.slots_of))
+        self.counts = Counters(len(driver.slots_of))
         self.attached = attached
-        self._pool = pool
+        self._driver = driver
         self._policy = policy
-        self._sequence = np.zeros(len(pool.slots_of), dtype=np.int64)
+        self._sequence = np.zeros(len(driver.slots_of), dtype=np.int64)
 
     # -- weights ----------------------------------------------------------------------------------------------
 
     def decide_all(self) -> None:
         """Attach this policy, and decide which version the workers of each machine act with."""
-        pool, sync = self._pool, self.sync
+        driver, sync = self._driver, self.sync
         if not sync.is_attached:
-            some = np.arange(min(pool.num_envs, _FIRST_STATES))
-            sync.attach(pool.peek_obs(some) if sync.wants_first_states else None)
-            pool.collecting.attach(self.attached)
-        for machine in pool.weights:
+            some = np.arange(min(driver.num_envs, _FIRST_STATES))
+            sync.attach(driver.peek_obs(some) if sync.wants_first_states else None)
+            driver.collecting.attach(self.attached)
+        for machine in driver.weights:
             self._decide(machine)
 
     def hand_over(self) -> None:
         """Send every worker that is there the policy and weights that it is to act with."""
         self.decide_all()
-        self._pool.collecting.prepare_all(time.monotonic())
-        self._pool.carry_out()
+        self._driver.collecting.prepare_all(time.monotonic())
+        self._driver.carry_out()
 
     def _decide(self, machine: Machine, max_lag: int | None = None) -> None:
         reason = self.sync.decide(machine, max_lag)
         if reason is not None:
-            pool = self._pool
-            slots = tuple(slot for worker in pool.weights.workers_of(machine) for slot in pool.slots_of[worker])
-            pool.events.add(Event("pull", reason, slots), level=logging.DEBUG)
+            driver = self._driver
+            slots = tuple(slot for worker in driver.weights.workers_of(machine) for slot in driver.slots_of[worker])
+            driver.events.add(Event("pull", reason, slots), level=logging.DEBUG)
 
     # -- rollouts ---------------------------------------------------------------------------------------------
 
@@ -78,33 +78,33 @@ class Collection:
         self._begin()
 
     def _prepare(self, num_steps: int, num_sides: int = 2) -> None:
-        pool = self._pool
+        driver = self._driver
         try:
             self._settle()
         except PolicyError:
             self.fragments.abandon()
             raise
         self.decide_all()
-        pool.collecting.samples = self.sync.samples(num_steps, pool.num_envs)
-        layout = pool.collecting.memory_for(num_steps, num_sides)
+        driver.collecting.samples = self.sync.samples(num_steps, driver.num_envs)
+        layout = driver.collecting.memory_for(num_steps, num_sides)
         if layout is not None:
-            pool.collecting.use_memory(layout, pool.crew.allocate_arena(layout))
+            driver.collecting.use_memory(layout, driver.executor.allocate_arena(layout))
 
     def _settle(self) -> None:
         """Wait for the fragments that run, wanted or not."""
         while self.fragments.running:
-            self._pool.turn(None)
+            self._driver.advance(None)
 
     def _begin(self) -> None:
         """Ask for every fragment that can begin."""
-        pool, nodes = self._pool, self._pool.crew.nodes
+        driver, nodes = self._driver, self._driver.executor.nodes
         is_leaving = nodes.is_leaving if nodes is not None else lambda worker: False
-        pool.collecting.begin(self._policy.knobs(), is_leaving, time.monotonic())
-        pool.carry_out()
+        driver.collecting.begin(self._policy.knobs(), is_leaving, time.monotonic())
+        driver.carry_out()
 
     def wait_for_rollout(self, timeout_s: float | None) -> list[Fragment]:
         """Wait until every worker's fragment has arrived."""
-        pool, fragments = self._pool, self.fragments
+        driver, fragments = self._driver, self.fragments
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while fragments.unfinished:
@@ -114,13 +114,13 @@ class Collection:
                         f"workers {fragments.unfinished} have no whole fragment within {timeout_s} s. Nothing is lost: "
                         "call again"
                     )
-                pool.turn(deadline)
+                driver.advance(deadline)
         except DeadlineError:
             raise
         except BaseException:
             fragments.abandon()
             raise
-        return fragments.take_rollout()
+        return fragments.pop_rollout()
 
     # -- streams ----------------------------------------------------------------------------------------------
 
@@ -131,8 +131,8 @@ class Collection:
     @uninterrupted
     def feed(self, max_staleness: int | None) -> None:
         """Give every worker that has a free side something to do, and before that the weights that its rule wants."""
-        pool = self._pool
-        for machine in dict.fromkeys(pool.weights.of(worker) for worker in self.fragments.with_room()):
+        driver = self._driver
+        for machine in dict.fromkeys(driver.weights.of(worker) for worker in self.fragments.with_room()):
             self._decide(machine, max_staleness)
         self._begin()
 
@@ -141,7 +141,7 @@ class Collection:
         taken: dict[int, Fragment] = {}
         later: list[Fragment] = []
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while sum(len(self._pool.slots_of[worker]) for worker in taken) < min_envs:
+        while sum(len(self._driver.slots_of[worker]) for worker in taken) < min_envs:
             fragment = self._next(deadline, timeout_s, max_staleness)
             if self._is_too_old(fragment, max_staleness):
                 self.fragments.release(fragment)
@@ -155,11 +155,11 @@ class Collection:
 
     def _next(self, deadline: float | None, timeout_s: float | None, max_staleness: int | None) -> Fragment:
         self.feed(max_staleness)
-        while (fragment := self.fragments.take_next()) is None:
+        while (fragment := self.fragments.pop_next()) is None:
             self._begin()  # somebody may have come back
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineError(f"no fragment from any worker within {timeout_s} s")
-            self._pool.turn(deadline)
+            self._driver.advance(deadline)
         return fragment
 
     def _is_too_old(self, fragment: Fragment, max_staleness: int | None) -> bool:
@@ -169,8 +169,8 @@ class Collection:
             return False
         self.counts.counts["dropped_fragments"] += 1
         reason = f"{lag} versions behind, max_staleness={max_staleness}"
-        event = Event("dropped", reason, tuple(self._pool.slots_of[fragment.worker]), fragment.worker)
-        self._pool.events.add(event, level=logging.DEBUG)
+        event = Event("dropped", reason, tuple(self._driver.slots_of[fragment.worker]), fragment.worker)
+        self._driver.events.add(event, level=logging.DEBUG)
         return True
 
     def release(self, fragments: list[Fragment]) -> None:
@@ -193,8 +193,8 @@ class Collection:
     def batch(self, fragments: list[Fragment], num_steps: int, copy: bool) -> Rollout:
         """Put fragments together, and take note of what they tell."""
         parts = [self._part(fragment) for fragment in fragments]
-        pool = self._pool
-        batch = put_together(parts, num_steps, pool.single_observation_space, pool.layout.obs, copy)
+        driver = self._driver
+        batch = put_together(parts, num_steps, driver.single_observation_space, driver.layout.obs, copy)
         self.sync.note_drift(batch, parts)
         receipts = []
         for part in parts:
@@ -210,8 +210,8 @@ class Collection:
         return batch
 
     def _part(self, fragment: Fragment) -> Part:
-        worker, result, side = fragment.worker, fragment.result, self._pool.collecting.side(fragment.side)
-        slots = self._pool.slots_of[worker]
+        worker, result, side = fragment.worker, fragment.result, self._driver.collecting.side(fragment.side)
+        slots = self._driver.slots_of[worker]
         if fragment.is_last and result is not None:
             result = end_episodes(side, slots[0], len(slots), result)
         self._sequence[worker] += 1
@@ -223,15 +223,15 @@ class Collection:
         self, episodes: int, seed: int, deterministic: bool, record: int, knobs: dict[str, Any], other: bytes | None
     ) -> list[Episode]:
         """Play episodes with the newest weights, or with these others."""
-        pool, collecting = self._pool, self._pool.collecting
+        driver, collecting = self._driver, self._driver.collecting
         self.decide_all()
         self.sync.evaluate_newest(other)
         try:
             self._settle()  # a prefetched fragment is kept, and taken by the next rollout
             while not collecting.are_all_ready():
-                pool.turn(None)
+                driver.advance(None)
             requests = collecting.evaluate(episodes, seed, deterministic, record, knobs, time.monotonic())
-            pool.carry_out()
-            return sorted(episode for reply in pool.replies(requests) for episode in reply.result)
+            driver.carry_out()
+            return sorted(episode for reply in driver.replies(requests) for episode in reply.result)
         finally:
-            pool.weights.end_evaluation()
+            driver.weights.end_evaluation()

@@ -60,7 +60,7 @@ class Collector:
         expect("collector", "prefetch", prefetch, bool)
         seed = None if seed is None else int(seed)
         self._envs = envs
-        self._pool = envs._pool
+        self._driver = envs._driver
         self.seed = seed
         self._on_loss: Literal["rerun", "mask"] = on_loss
         self._prefetch = prefetch
@@ -74,7 +74,7 @@ class Collector:
         except Exception as error:  # pickling runs user code (__reduce__), which may raise anything
             what = f"{type(error).__name__}: {why(error)}"
             raise PolicyError(f"the policy cannot be pickled, so it cannot travel to the workers: {what}") from error
-        self._pool.need_packages(getattr(self._policy, "packages", ()))
+        self._driver.need_packages(getattr(self._policy, "packages", ()))
         own_seed = secrets.randbits(128) if seed is None else seed
         travels = recipe if envs._allow_pickle else named(self._policy)
         attached = Attached(travels, prepared.family, prepared.mask, own_seed, tuple(info_keys))
@@ -82,8 +82,8 @@ class Collector:
         if codec is None:
             codec = "auto" if envs._is_remote and isinstance(rule, APS) else "fp32"
         exchange = Exchange(self._policy, recipe, prepared.family, rule, codec)
-        self._sync = Synchronization(exchange, self._pool.weights, prepared)
-        self._collection = Collection(self._pool, self._policy, attached, self._sync)
+        self._sync = Synchronization(exchange, self._driver.weights, prepared)
+        self._collection = Collection(self._driver, self._policy, attached, self._sync)
         self._counts = self._collection.counts
         in_obs = prepared.mask in getattr(envs.single_observation_space, "spaces", {})
         self._watch = KeyWatch(None if in_obs else prepared.mask, ())  # of `step(agent)`; fragments have their own
@@ -149,8 +149,8 @@ class Collector:
         expect("stream", "num_steps", num_steps, int, least=1)
         expect("stream", "queue", queue, int, least=1)
         expect("stream", "min_envs", min_envs, int | None)
-        if min_envs is not None and not 1 <= min_envs <= self._pool.num_envs:
-            raise refused("stream", "min_envs", min_envs, f"1 to {self._pool.num_envs}, or None")
+        if min_envs is not None and not 1 <= min_envs <= self._driver.num_envs:
+            raise refused("stream", "min_envs", min_envs, f"1 to {self._driver.num_envs}, or None")
         expect("stream", "max_staleness", max_staleness, int | None, least=0)
         expect("stream", "timeout_s", timeout_s, float | None, least=0)
         return self._stream(num_steps, min_envs or 1, max_staleness, queue, timeout_s)
@@ -204,7 +204,7 @@ class Collector:
             self._watch.stepped({name: None for name in names if not (name[0] == "_" and name[1:] in names)})
             missing = self._watch.episode_ended() if ended else None
             if missing is not None:
-                self._pool.collecting.report_missing(missing, list(range(self._pool.num_envs)))
+                self._driver.collecting.report_missing(missing, list(range(self._driver.num_envs)))
 
     @uninterrupted
     def publish(self) -> int:
@@ -290,7 +290,7 @@ class Collector:
             **self._counts.stats(),
             **self._sync.stats(),
             "considering_s": self._sync.deciding_s,
-            "restarts": sum(self._pool.events.counts.get(kind, 0) for kind in ("worker_lost", "env_error")),
+            "restarts": sum(self._driver.events.counts.get(kind, 0) for kind in ("worker_lost", "env_error")),
             "policy": self._collection.attached.family.name,
         }
 

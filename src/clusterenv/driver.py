@@ -19,7 +19,7 @@ from clusterenv.engine.engine import Engine, Pending
 from clusterenv.engine.failures import env_error
 from clusterenv.engine.fragments import Mode
 from clusterenv.engine.health import Health
-from clusterenv.engine.incarnations import Lives
+from clusterenv.engine.incarnations import Incarnations
 from clusterenv.engine.inputs import WeightsHeld, WeightsSent
 from clusterenv.engine.instructions import Instruction, Kill, PutWeights, Send, Start
 from clusterenv.engine.requests import Kind, Request, Requests
@@ -37,7 +37,7 @@ from clusterenv.errors import (
     WorkerLostError,
 )
 from clusterenv.events import EventLog
-from clusterenv.executors.contract import Crew
+from clusterenv.executors.contract import Executor
 from clusterenv.memory.rows import Buffers, make_layout
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint, own_spaces
@@ -45,7 +45,7 @@ from clusterenv.starting import Building
 from clusterenv.system.interrupts import checkpoint, uninterrupted
 from clusterenv.wire.requests import Attach, Reply
 
-__all__ = ["Pool", "Rows"]
+__all__ = ["Driver", "Rows"]
 
 _WATCH_S = 0.25
 """How long one wait takes at most."""
@@ -57,12 +57,12 @@ _LOOK_EVERY = 16
 """Steps of the hot loop between two looks at everything, not only at the workers' answers."""
 
 
-class Pool:
+class Driver:
     """All slots of a run, on the workers of one machine or of many."""
 
     def __init__(
         self,
-        crew: Crew,
+        executor: Executor,
         slots_of: list[list[int]],
         mode: AutoresetMode | None,
         recovery: Recovery,
@@ -71,7 +71,7 @@ class Pool:
         events: EventLog,
         node_of: list[int] | None = None,
     ) -> None:
-        self.crew = crew
+        self.executor = executor
         self.slots_of = slots_of
         self.node_of = [0] * len(slots_of) if node_of is None else node_of
         """Worker → the machine that it is on: weights go to each machine once."""
@@ -84,19 +84,21 @@ class Pool:
         self._workers = Workers(slots_of, self.node_of, recovery.warn_after_s)
         self.weights = WeightLedger(self.node_of)
         self._health = Health(self._workers, self._requests, self.weights, recovery)
-        lives = Lives(self.num_envs)
+        incarnations = Incarnations(self.num_envs)
         try:
-            self._start(blueprint, lives, mode, recovery)
+            self._start(blueprint, incarnations, mode, recovery)
         except BaseException:
-            crew.close(0.0)
+            executor.close(0.0)
             raise
 
     # -- starting ---------------------------------------------------------------------------------------------
 
-    def _start(self, blueprint: Blueprint, lives: Lives, mode: AutoresetMode | None, recovery: Recovery) -> None:
+    def _start(
+        self, blueprint: Blueprint, incarnations: Incarnations, mode: AutoresetMode | None, recovery: Recovery
+    ) -> None:
         """Build every environment, then the engine over what they have in common."""
-        building = Building(self.crew, self._workers, self._requests, self.weights, self._health)
-        built = building.run(lives, self.events, recovery.recovery_timeout_s)
+        building = Building(self.executor, self._workers, self._requests, self.weights, self._health)
+        built = building.run(incarnations, self.events, recovery.recovery_timeout_s)
         agreed = agree(built, self.slots_of, blueprint.observation_mode, lambda: own_spaces(blueprint))
         self.single_observation_space = agreed.single_observation_space
         self.observation_space = agreed.observation_space
@@ -113,10 +115,19 @@ class Pool:
         if self.is_vector and (not layout.actions_are_shared or any(leaf.dtype is None for leaf in layout.obs)):
             raise SpecError("Vector(fn) takes spaces of a fixed size only (no Text, Sequence, Graph)")
         self.layout = layout
-        self.rows = Delivery(self.num_envs, self.single_observation_space, Buffers(layout, self.crew.allocate(layout)))
+        self.rows = Delivery(
+            self.num_envs, self.single_observation_space, Buffers(layout, self.executor.allocate(layout))
+        )
         self._slots = Slots(mode)
         state = State(
-            self._workers, self._slots, self.rows, self._requests, lives, self.weights, self.events, self.is_vector
+            self._workers,
+            self._slots,
+            self.rows,
+            self._requests,
+            incarnations,
+            self.weights,
+            self.events,
+            self.is_vector,
         )
         attach = Attach(layout, self.single_observation_space, self.single_action_space)
         self._state = state
@@ -148,18 +159,18 @@ class Pool:
                 raise
 
     def _do(self, instruction: Instruction) -> None:
-        crew = self.crew
+        executor = self.executor
         if isinstance(instruction, Send):
-            crew.send(instruction.worker, instruction.message, instruction.request)
+            executor.send(instruction.worker, instruction.message, instruction.request)
         elif isinstance(instruction, PutWeights):
             self._put_weights(instruction.transfer)
         elif isinstance(instruction, Start):
-            crew.start(instruction.worker)
-        elif crew.processes is not None:  # only processes are watched
-            (crew.processes.kill if isinstance(instruction, Kill) else crew.processes.stack)(instruction.worker)
+            executor.start(instruction.worker)
+        elif executor.processes is not None:  # only processes are watched
+            (executor.processes.kill if isinstance(instruction, Kill) else executor.processes.stack)(instruction.worker)
 
     def _put_weights(self, transfer: Transfer) -> None:
-        if self.crew.put_weights(transfer):
+        if self.executor.put_weights(transfer):
             self.weights.heard(WeightsSent(transfer.weights.number, len(transfer.data)))
             self.weights.heard(WeightsHeld(transfer.weights.number))
 
@@ -172,7 +183,7 @@ class Pool:
         """
         requests, engine = self._requests, self._engine
         if requests.number % _LOOK_EVERY == 0:  # workers' output, and what else the hot loop does not read
-            self._inbox.extend(self.crew.poll(0.0))
+            self._inbox.extend(self.executor.poll(0.0))
             engine.count_steps(_LOOK_EVERY)
         if self._inbox or self._slots.records or requests.count:
             self.send_step(None, None)
@@ -180,7 +191,7 @@ class Pool:
         requests.number = number = requests.number % 0xFFFF_FFFF + 1
         workers, done = len(self.slots_of), 0
         try:
-            answers = self.crew.step_all(number)
+            answers = self.executor.step_all(number)
             done = workers if answers is None else answers[0]
         finally:
             if done < workers:
@@ -188,7 +199,7 @@ class Pool:
         if answers is not None:
             for worker, message in answers[1]:
                 if worker < done:
-                    self.rows.take_rows(message)
+                    self.rows.add_rows(message)
                 else:
                     self._inbox.append((worker, message))
             checkpoint()
@@ -250,7 +261,7 @@ class Pool:
                 slots = tuple(slot for request in lost for slot in self.slots_of[request.worker])
                 workers = [request.worker for request in lost]
                 raise WorkerLostError(f"workers {workers} died during the call; see events()", slots=slots)
-            self.turn(None)
+            self.advance(None)
         replies = [request.reply for request in requests if request.reply is not None]
         for reply in replies:
             if reply.faults:
@@ -274,7 +285,7 @@ class Pool:
                     f"{rows.ready_count} of {min_rows} rows within {timeout_s} s; awaited: slots {late} of "
                     f"workers {workers}. Nothing is lost: call recv() again."
                 )
-            self.turn(deadline)
+            self.advance(deadline)
 
     def deliver(self, copy: bool) -> Rows:
         """Hand over every row that is ready, ascending by slot."""
@@ -282,27 +293,27 @@ class Pool:
         self._engine.delivered(rows.slots, rows.terminations | rows.truncations)
         return rows
 
-    def turn(self, deadline: float | None) -> None:
+    def advance(self, deadline: float | None) -> None:
         """Start what is due, wait for something (at most a quarter of a second), and take it in; then handle Ctrl-C."""
-        self._turn(deadline)
+        self._advance(deadline)
         checkpoint()
 
     @uninterrupted
-    def _turn(self, deadline: float | None) -> None:
+    def _advance(self, deadline: float | None) -> None:
         engine, state = self._engine, self._state
         now_s = time.monotonic()
         if state.slots:
             for worker in engine.failures.due_workers(now_s):
-                if self.crew.nodes is None or self.crew.nodes.can_start(worker):
+                if self.executor.nodes is None or self.executor.nodes.can_start(worker):
                     engine.failures.start_worker(worker, now_s)
             engine.failures.rebuild_due(now_s)
         self.carry_out()
-        self._inbox.extend(self.crew.poll(self._wait_s(deadline, now_s)))
+        self._inbox.extend(self.executor.poll(self._wait_s(deadline, now_s)))
         self._watch()
         now_s = time.monotonic()
         while self._inbox:  # kept across calls: what is heard must not be lost with an exception
             worker, message = self._inbox.popleft()
-            at = self.crew.progress(worker) if worker >= 0 else (-1, 0, 0)
+            at = self.executor.progress(worker) if worker >= 0 else (-1, 0, 0)
             engine.receive(worker, message, at, now_s)
         if state.slots:
             engine.failures.check_late(now_s)
@@ -320,11 +331,11 @@ class Pool:
     def _watch(self) -> None:
         """Look for workers that hang, also while others answer."""
         now_s = time.monotonic()
-        if self.crew.processes is None or now_s - self._watched_at_s < _LOOK_S:
+        if self.executor.processes is None or now_s - self._watched_at_s < _LOOK_S:
             return
         self._watched_at_s = now_s
         for worker in self._health.watched():
-            instruction = self._health.watch(worker, self.crew.progress(worker), now_s)
+            instruction = self._health.watch(worker, self.executor.progress(worker), now_s)
             if instruction is not None:
                 self._do(instruction)
 
@@ -341,14 +352,14 @@ class Pool:
     def drain(self) -> None:
         """Give up every row under way (before a reset): wait for the workers to finish it, then forget it."""
         while any(request.kind is not Kind.CALL for request in self._requests):
-            self.turn(None)
+            self.advance(None)
         self._engine.give_up_rows()
 
     def give_up_step(self) -> bool:
         """Some worker's policy failed: wait for the others. True: a slot was stepped, and its row is lost."""
         while self._requests:
             try:
-                self.turn(None)
+                self.advance(None)
             except PolicyError:
                 continue
         stepped = self.rows.ready_count > 0
@@ -376,28 +387,28 @@ class Pool:
         self._engine.resume(state, time.monotonic())
 
     def need_packages(self, names: tuple[str, ...]) -> None:
-        if self.crew.nodes is not None:  # workers of this machine have what the caller has
-            self.crew.nodes.need_packages(names)
+        if self.executor.nodes is not None:  # workers of this machine have what the caller has
+            self.executor.nodes.need_packages(names)
 
     def scale(self, nodes: int) -> None:
-        if self.crew.nodes is None:
+        if self.executor.nodes is None:
             raise UsageError("scale() is for backends with nodes: this one has none")
-        self.crew.nodes.scale(nodes)
+        self.executor.nodes.scale(nodes)
         if self.collecting.fragments.mode is not Mode.STREAM:
             # Nodes that nothing is under way on leave now, not with the next request.
-            self._inbox.extend(self.crew.poll(0.0))
+            self._inbox.extend(self.executor.poll(0.0))
 
     def stats(self) -> dict[str, Any]:
-        processes = self.crew.processes
+        processes = self.executor.processes
         return {
             "workers": len(self.slots_of),
             "worker_pids": [processes.pid(w) if processes else None for w in range(len(self.slots_of))],
             "events": dict(self.events.counts),
             "slow_slots": sorted(self._engine.pace.slow),
             "step_time_s": self.rows.buffers.pace_s.copy(),
-            "incarnations": np.array(self._state.incarnations.incarnations),
+            "incarnations": np.array(self._state.incarnations.numbers),
             "pull_s": list(self.weights.pull_s),
-            **self.crew.stats(),
+            **self.executor.stats(),
         }
 
     def close(self, timeout_s: float) -> None:
@@ -405,4 +416,4 @@ class Pool:
             self.rows.close()
         if hasattr(self, "collecting"):
             self.collecting.close()
-        self.crew.close(timeout_s)
+        self.executor.close(timeout_s)

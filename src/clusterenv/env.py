@@ -96,20 +96,20 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self._is_remote, self._allow_pickle = backend.is_remote, backend.allow_pickle
         self._known_packages = frozenset(package.wanted.name for package in plan.packages)
         self._events = EventLog()
-        pool = backend.start(plan, mode, recovery, self._events)
-        self._pool = pool
+        driver = backend.start(plan, mode, recovery, self._events)
+        self._driver = driver
         # Runs at garbage collection and at interpreter exit too; must not hold `self`.
-        self._teardown = Teardown(functools.partial(pool.close, _CLOSE_TIMEOUT_S), _CLOSE_WAIT_S)
+        self._teardown = Teardown(functools.partial(driver.close, _CLOSE_TIMEOUT_S), _CLOSE_WAIT_S)
         weakref.finalize(self, self._teardown.begin).atexit = False
-        self.autoreset_mode = pool.mode
-        self.metadata = {**pool.metadata, "autoreset_mode": pool.mode}
-        self.render_mode = pool.render_mode
-        self.single_observation_space = pool.single_observation_space
-        self.single_action_space = pool.single_action_space
-        self.observation_space = pool.observation_space
+        self.autoreset_mode = driver.mode
+        self.metadata = {**driver.metadata, "autoreset_mode": driver.mode}
+        self.render_mode = driver.render_mode
+        self.single_observation_space = driver.single_observation_space
+        self.single_action_space = driver.single_action_space
+        self.observation_space = driver.observation_space
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._reader = ActionReader(self.single_action_space, self.num_envs, recovery.check)
-        self._guard = CallGuard(pool, self._teardown)
+        self._guard = CallGuard(driver, self._teardown)
         self._resumed: dict[str, Any] | None = None  # of the run that goes on, for the next collector
         self._stepper: Collector | None = None  # of `step(agent)`
         self._attached: Collector | None = None  # whose policy the workers have
@@ -130,21 +130,21 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         mask, options = parameters.read_mask(options, self.num_envs)
         if mask is not None and not self._guard.was_reset and not mask.all():
             raise UsageError("the first reset() must be of all environments: leave reset_mask out")
-        pool = self._pool
-        dropped = pool.collecting.fragments.abandon()
+        driver = self._driver
+        dropped = driver.collecting.fragments.abandon()
         if dropped and self._attached is not None:
             self._attached.count_dropped(dropped)
         self._guard.is_interrupted = True
-        pool.drain()
-        pool.set_seed_base(bases)
+        driver.drain()
+        driver.set_seed_base(bases)
         slots = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
-        pool.send_reset(slots, [seeds[slot] for slot in slots], options)
-        pool.collect(len(slots), None)
-        rows = pool.deliver(self.copy)
+        driver.send_reset(slots, [seeds[slot] for slot in slots], options)
+        driver.collect(len(slots), None)
+        rows = driver.deliver(self.copy)
         self._guard.was_reset, self._guard.is_interrupted = True, False
         if mask is None:
             return rows.obs, rows.infos
-        return pool.peek_obs(np.arange(self.num_envs)), spread(rows.infos, rows.slots, self.num_envs)
+        return driver.peek_obs(np.arange(self.num_envs)), spread(rows.infos, rows.slots, self.num_envs)
 
     @uninterrupted
     def step(self, actions: Any) -> StepResult:
@@ -154,21 +154,21 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         `infos["logprob"]` and `infos["policy_version"]` say what they did.
         """
         self._guard.check("step")
-        pool = self._pool
+        driver = self._driver
         if actions.__class__ is not np.ndarray and is_agent(actions):
             return self._step_with(actions)
         guard = self._guard
         if guard.may_end:
             guard.check_not_ended(None)
-        objects = self._reader.place(actions, None, pool.rows.buffers.actions)
+        objects = self._reader.place(actions, None, driver.rows.buffers.actions)
         guard.is_interrupted = True
         if objects is None:
-            result = pool.step_all(self.copy)
+            result = driver.step_all(self.copy)
             if result is not None:
                 guard.is_interrupted = False
                 return result
         else:
-            pool.send_step(None, objects)
+            driver.send_step(None, objects)
         return self._collect_step()
 
     def _step_with(self, agent: Any) -> StepResult:
@@ -177,27 +177,27 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
             collector = self._stepper = self.collector(agent)
         self._guard.check_not_ended(None)
         knobs = collector.hand_over()
-        pool = self._pool
+        driver = self._driver
         self._guard.is_interrupted = True
         try:
-            pool.send_step(None, None, knobs)
+            driver.send_step(None, None, knobs)
             obs, rewards, terminations, truncations, infos = self._collect_step()
         except PolicyError:
-            self._guard.is_interrupted = pool.give_up_step()  # where nobody stepped, the same step can be tried again
+            self._guard.is_interrupted = driver.give_up_step()  # where nobody stepped, the same step can be tried again
             raise
         ended = (terminations | truncations) & infos.get("transition_valid", True)
         collector.look_at(infos, bool(ended.any()))
-        return obs, rewards, terminations, truncations, {**infos, **acted_infos(pool.acted, self.num_envs)}
+        return obs, rewards, terminations, truncations, {**infos, **acted_infos(driver.acted, self.num_envs)}
 
     def _collect_step(self) -> StepResult:
-        pool = self._pool
+        driver = self._driver
         try:
-            pool.collect(self.num_envs, None)
+            driver.collect(self.num_envs, None)
         except WorkerLostError as error:
-            error.rows = step_result(pool.deliver(True))
+            error.rows = step_result(driver.deliver(True))
             self._guard.is_interrupted = False
             raise
-        rows = pool.deliver(self.copy)
+        rows = driver.deliver(self.copy)
         self._guard.is_interrupted = False
         return step_result(rows)
 
@@ -226,10 +226,10 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self._guard.check(what)
         self._guard.check_not_loaded(what, name)
         if slots is None:
-            return tuple(self._pool.call(name, args, kwargs, sticky=sticky))
+            return tuple(self._driver.call(name, args, kwargs, sticky=sticky))
         chosen = parameters.read_slots(what, slots, self.num_envs, self._is_vector)
         ascending = sorted(chosen)
-        values = self._pool.call(name, args, kwargs, sticky=sticky, slots=ascending)
+        values = self._driver.call(name, args, kwargs, sticky=sticky, slots=ascending)
         value_of = dict(zip(ascending, values, strict=True))
         return tuple(value_of[slot] for slot in chosen)
 
@@ -244,7 +244,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self._guard.check("set_attr")
         expect("set_attr", "name", name, str)
         chosen = parameters.read_slots("set_attr", slots, self.num_envs, self._is_vector)
-        self._pool.set_attr(name, dict(zip(chosen, parameters.read_values(name, values, len(chosen)), strict=True)))
+        self._driver.set_attr(name, dict(zip(chosen, parameters.read_values(name, values, len(chosen)), strict=True)))
 
     @uninterrupted
     def scale(self, nodes: int) -> None:
@@ -256,7 +256,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         """
         self._guard.check_open("scale")
         expect("scale", "nodes", nodes, int, least=1)
-        self._pool.scale(nodes)
+        self._driver.scale(nodes)
 
     def close_extras(self, **kwargs: Any) -> None:
         """End all workers, within 10 s whatever state they are in."""
@@ -291,21 +291,21 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         if slots is not None:
             chosen = parameters.read_send_slots(slots, self.num_envs)
             self._guard.check_whole_vectors(chosen)
-        awaited = self._pool.rows.awaited
+        awaited = self._driver.rows.awaited
         if (awaited if chosen is None else awaited[chosen]).any():
             late = np.flatnonzero(awaited).tolist()
             raise PendingCallError(f"send(): slots {late} are in flight already; recv() them first", "step")
         self._guard.check_not_ended(chosen)
-        self._pool.send_step(chosen, self._reader.place(actions, chosen, self._pool.rows.buffers.actions))
+        self._driver.send_step(chosen, self._reader.place(actions, chosen, self._driver.rows.buffers.actions))
 
     @uninterrupted
     def recv(self, min_envs: int | None = None, timeout_s: float | None = None) -> StepResult:
         """Rows of at least `min_envs` slots (None: all in flight), ascending by slot; `infos["slot"]` names them."""
         self._guard.check("recv")
-        in_flight = int(self._pool.rows.awaited.sum())
+        in_flight = int(self._driver.rows.awaited.sum())
         parameters.check_recv(min_envs, timeout_s, in_flight)
-        self._pool.collect(in_flight if min_envs is None else min_envs, timeout_s)
-        rows = self._pool.deliver(self.copy)
+        self._driver.collect(in_flight if min_envs is None else min_envs, timeout_s)
+        rows = self._driver.deliver(self.copy)
         obs, rewards, terminations, truncations, infos = step_result(rows)
         infos["slot"] = rows.slots
         return obs, rewards, terminations, truncations, infos
@@ -370,15 +370,15 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         """
         self._guard.check_open("state_dict")
         collector = self._attached.state_dict() if self._attached is not None else None
-        return {"format": 1, "num_envs": self.num_envs, "pool": self._pool.state_dict(), "collector": collector}
+        return {"format": 1, "num_envs": self.num_envs, "pool": self._driver.state_dict(), "collector": collector}
 
     @uninterrupted
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()` of an earlier run; the next `reset()` or `rollout()` begins new episodes."""
         self._guard.check("load_state_dict")
         parameters.check_state(state, self.num_envs)
-        self._pool.drain()
-        self._pool.load_state_dict(state["pool"])
+        self._driver.drain()
+        self._driver.load_state_dict(state["pool"])
         self._resumed = state["collector"]
         self._guard.is_resumed = True
         self._guard.was_reset = self._guard.is_interrupted = False
@@ -394,4 +394,4 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
     def stats(self) -> dict[str, Any]:
         """Counters: workers, their process ids, events by kind, slow slots, time per step, incarnations."""
         self._guard.check_open("stats")
-        return self._pool.stats()
+        return self._driver.stats()

@@ -1,6 +1,6 @@
 """What happened to the environments: structured records with their cause, newest last, and how the user hears of it.
 
-Faults enter from the pool; `ClusterEnv.events()` hands them to the user, and each one is logged once. Everything that
+Faults enter from the driver; `ClusterEnv.events()` hands them to the user, and each one is logged once. Everything that
 this package logs goes through here: to the `clusterenv` logger, quiet below warnings unless logging is configured.
 """
 
@@ -79,7 +79,7 @@ def emit(level: int, text: str) -> None:
 
 
 def emit_progress(text: str) -> None:
-    """Tell how a wait of seconds goes: to a log that takes INFO, otherwise to the terminal, if there is one."""
+    """ToWorker how a wait of seconds goes: to a log that takes INFO, otherwise to the terminal, if there is one."""
     _show(logger, f"clusterenv: {text}", text, only_on_terminal=True)
 
 
@@ -94,7 +94,7 @@ def emit_output(text: str) -> None:
 
 
 def instruct(text: str) -> None:
-    """Tell the user what only a person can do: on stderr, whatever the log takes."""
+    """ToWorker the user what only a person can do: on stderr, whatever the log takes."""
     with contextlib.suppress(Exception):
         if sys.stderr is not None:
             sys.stderr.write(f"{text}\n")

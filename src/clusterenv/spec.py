@@ -1,6 +1,6 @@
 """What to build: an id with kwargs, thunks, or a vector factory, as bytes that a worker can unpack.
 
-Enters: the first argument of `ClusterEnv`. Leaves: a `Blueprint`, which the pool hands to its workers.
+Enters: the first argument of `ClusterEnv`. Leaves: a `Blueprint`, which the driver hands to its workers.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 from clusterenv.engine.failures import env_error, last_words
 from clusterenv.engine.health import Health
-from clusterenv.engine.incarnations import Lives
+from clusterenv.engine.incarnations import Incarnations
 from clusterenv.engine.inputs import Cause, Exit, Placed, Stack
 from clusterenv.engine.instructions import Kill
 from clusterenv.engine.requests import Kind, Requests
@@ -15,7 +15,7 @@ from clusterenv.engine.weights import WeightLedger
 from clusterenv.engine.workers import Worker, Workers
 from clusterenv.errors import WorkerLostError
 from clusterenv.events import EventLog, emit_progress
-from clusterenv.executors.contract import Crew
+from clusterenv.executors.contract import Executor
 from clusterenv.wire.requests import Build, Built
 
 __all__ = ["Building"]
@@ -28,7 +28,7 @@ class Building:
     """Environments being made, on workers that may still change their node."""
 
     def __init__(
-        self, executor: Crew, workers: Workers, requests: Requests, weights: WeightLedger, health: Health
+        self, executor: Executor, workers: Workers, requests: Requests, weights: WeightLedger, health: Health
     ) -> None:
         self._executor = executor
         self._workers = workers
@@ -37,34 +37,34 @@ class Building:
         self._health = health
         self._built: dict[int, Built] = {}
 
-    def run(self, lives: Lives, events: EventLog, timeout_s: float) -> dict[int, Built]:
+    def run(self, incarnations: Incarnations, events: EventLog, timeout_s: float) -> dict[int, Built]:
         """Have every worker make its environments; returns what they are, by worker. Raises for the first that fails.
 
         `timeout_s`: how long a worker whose node is lost may wait for another.
         """
         for worker in self._workers:
-            self._start(worker, lives)
+            self._start(worker, incarnations)
         while len(self._built) < len(self._workers):
             for worker in self._workers.absent():
-                self._start_again(worker, lives, timeout_s)
+                self._start_again(worker, incarnations, timeout_s)
             for index, message in self._executor.poll(_WAIT_S):
                 self._heard(index, message, events)
             self._watch()
         return self._built
 
-    def _start(self, worker: Worker, lives: Lives) -> None:
+    def _start(self, worker: Worker, incarnations: Incarnations) -> None:
         self._executor.start(worker.index)
-        seeds = [lives.seed(slot) for slot in worker.slots]
+        seeds = [incarnations.seed(slot) for slot in worker.slots]
         message = Build(self._requests.next_number(), worker.slots, seeds)
         request = self._requests.open(worker.index, Kind.BUILD, worker.slots, message)
         worker.asked(time.monotonic())
         self._executor.send(worker.index, message, request)
 
-    def _start_again(self, worker: Worker, lives: Lives, timeout_s: float) -> None:
+    def _start_again(self, worker: Worker, incarnations: Incarnations, timeout_s: float) -> None:
         nodes = self._executor.nodes
         if nodes is None or nodes.can_start(worker.index):
             worker.started()
-            self._start(worker, lives)
+            self._start(worker, incarnations)
         elif time.monotonic() - worker.start_at_s > timeout_s:
             text = f"worker {worker.index} lost its node while environments were made, and no other came"
             raise WorkerLostError(f"{text} within recovery_timeout_s={timeout_s:g}", slots=tuple(worker.slots))

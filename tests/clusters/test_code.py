@@ -31,11 +31,11 @@ from clusterenv.backends.contract import Plan
 from clusterenv.code import packages as sources
 from clusterenv.code import versions
 from clusterenv.code.missing import missing_package
-from clusterenv.executors.remote import RemoteCrew
+from clusterenv.executors.remote import RemoteExecutor
 from clusterenv.node.agent import Agent
 from clusterenv.spec import Blueprint
 from clusterenv.transport.keys import Joining
-from clusterenv.wire.messages import Code, Failed, Host, Lacks
+from clusterenv.wire.messages import AssignShard, Code, Failed, Lacks
 from clusterenv.worker.setup import WorkerConfig
 from namespace_cluster import pods
 from stepping import joined, step_until
@@ -506,7 +506,9 @@ def test_a_node_that_takes_no_code_takes_no_files():
     said = []
     agent = Agent(joining, allow_pickle=False)
     agent._say = lambda message, payload=(): said.append(message)
-    host = Host(3, ((0, (0,)),), 1, None, None, True, 1, (), "refuse", True, (sources.Wanted("alone", "", "/tmp"),))
+    host = AssignShard(
+        3, ((0, (0,)),), 1, None, None, True, 1, (), "refuse", True, (sources.Wanted("alone", "", "/tmp"),)
+    )
     agent._host(host, b"{}")
     os.close(agent._wake_read)
     os.close(agent._wake_write)
@@ -519,17 +521,17 @@ def test_files_are_sent_once_and_only_those_offered(asked, tmp_path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     sent = []
     head = SimpleNamespace(
-        roster=SimpleNamespace(holder=lambda seat: 0),
-        seat_events=deque(),
-        send=lambda seat, message, payload=(): sent.append(message),
+        roster=SimpleNamespace(holder=lambda shard: 0),
+        shard_events=deque(),
+        send=lambda shard, message, payload=(): sent.append(message),
     )
     blueprint = Blueprint(1, b"", False, None, packages=sources.collect(["alone"]))
-    crew = RemoteCrew(head, blueprint, [[0]], [0], WorkerConfig(None, True))
-    crew.start(0)
+    executor = RemoteExecutor(head, blueprint, [[0]], [0], WorkerConfig(None, True))
+    executor.start(0)
     assert {wanted.name for wanted in sent[0].packages} == {"alone", "dynamic"}
     with pytest.raises(ce.ProtocolError, match="not offered, or were sent already"):
         for names in asked:
-            crew._open(0, Lacks(0, names), [])
+            executor._open(0, Lacks(0, names), [])
     assert [message for message in sent if isinstance(message, Code)] == [Code(0)] * (len(asked) - 1)
 
 

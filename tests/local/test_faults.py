@@ -157,7 +157,7 @@ def test_a_dead_fork_server_is_started_again(tmp_path):
     envs = troubled(tmp_path, None, length=1_000_000)  # a loss between two episodes would cost none
     envs.reset(seed=0)
     envs.step(ZEROS)
-    server = envs._pool.crew._server
+    server = envs._driver.executor._server
     os.kill(server.pid, signal.SIGKILL)
     # Its workers die with it, but each a little later, and may answer a step before.
     lost = np.zeros(N, dtype=int)
@@ -284,7 +284,7 @@ def test_a_slot_is_rebuilt_once_whatever_the_user_does_meanwhile(tmp_path, then)
 def test_no_replacement_in_time_raises_with_the_good_rows(tmp_path):
     recovery = ce.Recovery(backoff_s=(30.0, 60.0), recovery_timeout_s=0.3)
     envs = troubled(tmp_path, "raise", always=True, at=1, recovery=recovery)
-    envs._pool.rows.proven[:] = True
+    envs._driver.rows.proven[:] = True
     envs.reset(seed=0)
     envs.step(ZEROS)
     envs.step(ZEROS)

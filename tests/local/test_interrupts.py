@@ -77,7 +77,9 @@ def sweep(envs, do, expected, every):
         begin = time.monotonic()
         same(rows_of(envs), expected, trace.where)
         assert time.monotonic() - begin < 60.0, trace.where
-        if envs._pool.crew.processes is not None:  # in the calling process, the interrupted environment is rebuilt
+        if (
+            envs._driver.executor.processes is not None
+        ):  # in the calling process, the interrupted environment is rebuilt
             assert not {"worker_lost", "node_lost"} & {event.kind for event in envs.events()}, trace.where
 
 

@@ -66,7 +66,7 @@ def test_a_line_without_end_is_not_kept(raw, monkeypatch):
     with ce.ClusterEnv([Prints], backend=ce.Local(workers=1)) as envs:
         envs.reset()
         envs.call("write", 2_000_000, raw)
-        process = psutil.Process(envs._pool.crew._server.pid if raw else envs.call("pid")[0])
+        process = psutil.Process(envs._driver.executor._server.pid if raw else envs.call("pid")[0])
         assert grown_bytes(process, lambda: envs.call("write", 40_000_000, raw)) < 15_000_000
         deadline = time.monotonic() + 60
         while raw and sum(map(len, shown)) < 1_000_000:  # in pieces

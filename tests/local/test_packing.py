@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import clusterenv as ce
-from clusterenv.executors.remote import RemoteCrew
+from clusterenv.executors.remote import RemoteExecutor
 from clusterenv.policy.weights import codec
 from clusterenv.policy.weights.packing import pack, unpack
 from clusterenv.testing import Virtual
@@ -140,7 +140,7 @@ def test_auto_chooses_small_forms_and_says_so():
 
 
 def test_weights_that_cannot_be_unpacked_are_sent_whole(monkeypatch, caplog):
-    put, damaged = RemoteCrew.put_weights, []
+    put, damaged = RemoteExecutor.put_weights, []
 
     def damaging(self, transfer):
         if transfer.is_packed and transfer.machine.node == 0 and len(damaged) < 2:
@@ -149,7 +149,7 @@ def test_weights_that_cannot_be_unpacked_are_sent_whole(monkeypatch, caplog):
             damaged.append(len(transfer.weights.data))
         return put(self, transfer)
 
-    monkeypatch.setattr(RemoteCrew, "put_weights", damaging)
+    monkeypatch.setattr(RemoteExecutor, "put_weights", damaging)
     with caplog.at_level(logging.WARNING, "clusterenv"):
         real, stats, _ = collect(ce.Loopback(nodes=2), "int8", ce.Always())
     assert len(damaged) == 2 and caplog.text.count("could not unpack") == 2

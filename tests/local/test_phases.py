@@ -37,7 +37,7 @@ class Session:
             next(self.stream)
         if phase is Phase.INTERRUPTED:
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(self.envs._pool.rows, "all_rows", interrupt)
+                patch.setattr(self.envs._driver.rows, "all_rows", interrupt)
                 self.envs.step(ZEROS)
         assert self.envs._guard.phase is phase
 

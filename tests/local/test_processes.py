@@ -263,7 +263,7 @@ def test_simulators_that_environments_start_die_with_them(detached):
 
 
 def _children(envs):
-    server = psutil.Process(envs._pool.crew._server.pid)
+    server = psutil.Process(envs._driver.executor._server.pid)
     return [p for p in server.children(recursive=True) if p.name() == "sleep"]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import clusterenv as ce
-from clusterenv.executors.processes import ProcessCrew
+from clusterenv.executors.processes import ProcessExecutor
 from ledgers import Ledger, constant, ledger
 from toys import Trouble
 
@@ -236,7 +236,7 @@ def test_a_learner_that_is_killed_leaves_nothing_behind(tmp_path, signum):
 
 
 def test_ctrl_c_between_reading_an_answer_and_keeping_it(monkeypatch):
-    read, struck = ProcessCrew._read_worker, []
+    read, struck = ProcessExecutor._read_worker, []
 
     def interrupted(self, index, link, events):
         read(self, index, link, events)
@@ -247,7 +247,7 @@ def test_ctrl_c_between_reading_an_answer_and_keeping_it(monkeypatch):
     with ce.ClusterEnv("CartPole-v1", 4, backend=ce.Local(workers=2)) as envs:
         collector = envs.collector(ce.RandomPolicy(), seed=1)
         collector.rollout(4)
-        monkeypatch.setattr(ProcessCrew, "_read_worker", interrupted)
+        monkeypatch.setattr(ProcessExecutor, "_read_worker", interrupted)
         with pytest.raises(KeyboardInterrupt):
             for _ in collector.stream(4):
                 pass

@@ -23,7 +23,7 @@ from loopback_agents import Loopback, wait_for
 
 def in_listening_thread(envs, action):
     """Have the thread that listens to the nodes call `action` once, when it next looks at the clock."""
-    roster = envs._pool.crew._head.roster
+    roster = envs._driver.executor._head.roster
     tick, has_run = roster.tick, threading.Event()
 
     def ticking(*args):
@@ -81,7 +81,7 @@ def test_close_in_the_listening_thread(tmp_path):
 def test_what_fails_in_the_listening_thread_is_raised_by_the_next_call(tmp_path):
     with ce.ClusterEnv("CartPole-v1", 2, backend=Loopback(1, folder=str(tmp_path))) as envs:
         envs.reset(seed=1)
-        head = envs._pool.crew._head
+        head = envs._driver.executor._head
 
         def fail():
             raise KeyError("a defect")

@@ -58,7 +58,7 @@ def step_with_a_kill(envs, gate, call):
     """Step; worker 0 is killed when its rows have arrived and worker 1 is still busy, and is replaced meanwhile."""
 
     def kill():
-        wait_for(lambda: envs._pool.rows.ready[:2].all())
+        wait_for(lambda: envs._driver.rows.ready[:2].all())
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: "worker_replaced" in envs._events.counts)
         time.sleep(0.3)  # time for a wrong rebuild, which must not happen
@@ -184,9 +184,11 @@ def test_a_rebuilt_environment_does_not_hide_the_loss_before_it(tmp_path):
     envs.reset(seed=0)
     last = envs.step(ZEROS)[0]
     os.kill(envs.stats()["worker_pids"][0], signal.SIGKILL)
-    wait_for(lambda: envs._pool.turn(None) or "worker_lost" in envs._events.counts)
-    envs._pool.collecting.is_ready(0)
-    wait_for(lambda: envs._pool.turn(None) or all(envs._pool._state.slots.env(slot) is Env.HELD for slot in (0, 1)))
+    wait_for(lambda: envs._driver.advance(None) or "worker_lost" in envs._events.counts)
+    envs._driver.collecting.is_ready(0)
+    wait_for(
+        lambda: envs._driver.advance(None) or all(envs._driver._state.slots.env(slot) is Env.HELD for slot in (0, 1))
+    )
     obs, rewards, _, truncations, infos = envs.step(ZEROS)
     assert np.array_equal(obs[:2], last[:2]) and truncations.tolist() == [True, True, False, False]
     assert not infos["transition_valid"][:2].any() and rewards[:2].tolist() == [0.0, 0.0]

@@ -27,7 +27,7 @@ def updates(collector, module, count=12, steps=24):
 
 
 def test_its_nodes_do_what_one_machine_does():
-    """Node by node the same slots, seeds, actions, versions and bytes as one pool of two workers."""
+    """Node by node the same slots, seeds, actions, versions and bytes as one driver of two workers."""
     runs = []
     for make in (
         lambda: ce.ClusterEnv(ID, 12, backend=ce.Local(workers=2, preload=("torch",))),

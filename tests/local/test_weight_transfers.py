@@ -46,7 +46,7 @@ def test_weights_sent_again_to_a_replaced_node_are_counted():
 
 def test_no_worker_is_taken_for_hung_while_its_weights_travel(monkeypatch):
     """The head answers no pull of the second version for six times the step's limit."""
-    limit_s, give, turn = 1.0, Head._give, Head._turn
+    limit_s, give, turn = 1.0, Head._give, Head._advance
     held_up: list[tuple[object, ...]] = []
     is_slow = threading.Event()
 
@@ -59,7 +59,7 @@ def test_no_worker_is_taken_for_hung_while_its_weights_travel(monkeypatch):
         turn(self, min(timeout_s, 0.1))
 
     monkeypatch.setattr(Head, "_give", keep)
-    monkeypatch.setattr(Head, "_turn", catch_up)
+    monkeypatch.setattr(Head, "_advance", catch_up)
     recovery = ce.Recovery(backoff_s=(0.05, 0.1), step_timeout_s=limit_s)
     weights = {"w": np.ones((4, 2), np.float32)}
     with ce.ClusterEnv(ID, 4, backend=ce.Loopback(nodes=2), recovery=recovery) as envs:

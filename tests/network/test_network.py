@@ -336,7 +336,7 @@ def test_a_large_pull_over_a_slow_link_delays_nobody_else(net):
     """100 MB at 8 MB/s to one node, while the other steps."""
     with ce.ClusterEnv(ID, 4, backend=Namespaces(net, heartbeat_s=FAST), recovery=RECOVERY) as envs:
         envs.reset(seed=1)
-        pool, slots = envs._pool, np.array([2, 3])
+        driver, slots = envs._driver, np.array([2, 3])
 
         def steps(until):
             seconds = []
@@ -349,8 +349,8 @@ def test_a_large_pull_over_a_slow_link_delays_nobody_else(net):
 
         alone, _ = steps(lambda count: count >= 1500)
         net.nodes[0].limit(8e6, "in")
-        weights = pool.weights.assign(pool.weights.of(0), 0, os.urandom(100_000_000))
-        pool._put_weights(pool.weights.load(0, weights, 0, time.monotonic())[1])
+        weights = driver.weights.assign(driver.weights.of(0), 0, os.urandom(100_000_000))
+        driver._put_weights(driver.weights.load(0, weights, 0, time.monotonic())[1])
         during, count = steps(lambda _: envs.stats()["pull_s"][0] is not None)
         print(f"ms per step, p50 and p99: {alone.round(2)} alone, {during.round(2)} of {count} in the pull")
         assert envs.stats()["pull_s"][0] > 10 and count > 500
@@ -560,10 +560,10 @@ def test_a_node_that_stays_away_hands_its_slots_to_the_others(net):
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         envs.reset(seed=1)
         envs.step(zeros())
-        crew = envs._pool.crew
+        executor = envs._driver.executor
         backend.jobs[0].is_full = True
         agents()[0].kill()
-        step_until(envs, lambda: crew._head.roster.holder(0) == 1, 15)
+        step_until(envs, lambda: executor._head.roster.holder(0) == 1, 15)
         for _ in range(20):
             obs, *_ = envs.step(zeros())
         assert np.isfinite(obs).all() and envs.stats()["missing_nodes"] == [0]

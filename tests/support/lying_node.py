@@ -24,7 +24,7 @@ from clusterenv.transport.keys import await_joining
 from clusterenv.wire.channel import plain
 from clusterenv.wire.frames import to_wire
 from clusterenv.wire.infos import Column
-from clusterenv.wire.messages import Answer, Beat, Exited, Failed, Output, Pull, Rung, StackTrace
+from clusterenv.wire.messages import Answer, Beat, Exited, Failed, Output, Pull, StackTrace, SteppedAll
 from clusterenv.wire.requests import Acted, Built, DriftSamples, Fault, FragmentResult, Reply
 
 OTHERS = 0
@@ -57,7 +57,7 @@ def _reply(change: Callable[[Answer, Reply], Any], kind: type = object) -> Lie:
             if not isinstance(reply, Reply) or (kind is not object and not isinstance(reply.result, kind)):
                 return None
             return [(message, [plain().pack(change(message, reply)), *frames[1:]])]
-        if isinstance(message, Rung) and kind is object:
+        if isinstance(message, SteppedAll) and kind is object:
             reply = Reply(message.request, LIES_ABOUT, None)
             return [(_replace(message, workers=(1,)), [frames[0], plain().pack(change(message, reply))])]
         return None
@@ -73,8 +73,8 @@ def _answers(change: Callable[[Answer, list[Any]], list[Said] | None]) -> Lie:
     """Alter answers that bring rows; a whole step is said as one of them."""
 
     def lie(message: Any, frames: list[Any]) -> list[Said] | None:
-        if isinstance(message, Rung):
-            message, frames = Answer(message.seat, 1, message.request, True, tuple(LIES_ABOUT)), [b"", frames[0]]
+        if isinstance(message, SteppedAll):
+            message, frames = Answer(message.shard, 1, message.request, True, tuple(LIES_ABOUT)), [b"", frames[0]]
         if isinstance(message, Answer) and len(frames) == 2:
             return change(message, frames)
         return None
@@ -153,9 +153,13 @@ ANSWERS: dict[str, Lie] = {
     "a result that nobody asked for": _reply(
         lambda m, r: r._replace(result=Acted([OTHERS], np.zeros(1, np.int64), np.zeros(1, np.float32), 0))
     ),
-    "workers of others in a step": lambda m, f: [(_replace(m, workers=(0,)), [*f, b""])] if type(m) is Rung else None,
-    "a frame less in a step": lambda m, f: [(_replace(m, workers=(1,)), f)] if type(m) is Rung else None,
-    "garbage in a step": lambda m, f: [(_replace(m, workers=(1,)), [f[0], b"\1garbage"])] if type(m) is Rung else None,
+    "workers of others in a step": lambda m, f: (
+        [(_replace(m, workers=(0,)), [*f, b""])] if type(m) is SteppedAll else None
+    ),
+    "a frame less in a step": lambda m, f: [(_replace(m, workers=(1,)), f)] if type(m) is SteppedAll else None,
+    "garbage in a step": lambda m, f: (
+        [(_replace(m, workers=(1,)), [f[0], b"\1garbage"])] if type(m) is SteppedAll else None
+    ),
 }
 
 ACTED: dict[str, Lie] = {

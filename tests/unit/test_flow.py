@@ -35,8 +35,8 @@ def test_whoever_keeps_to_the_rate_is_never_refused(said):
             assert flow.spend(size, now, read_all_at)
 
 
-def answer(seat: int = 0) -> Answer:
-    return Answer(seat, 0, 1, True, (0,))
+def answer(shard: int = 0) -> Answer:
+    return Answer(shard, 0, 1, True, (0,))
 
 
 def test_no_more_waits_than_was_asked_for():

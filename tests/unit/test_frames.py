@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import clusterenv as ce
 from clusterenv.wire.frames import CHUNK, FRAME_LIMIT, PIECE_LEAST, head_reader, node_reader, to_wire
-from clusterenv.wire.messages import Answer, Beat, Bye, Hello, Pull, Rung, Tell
+from clusterenv.wire.messages import Answer, Beat, Bye, Hello, Pull, SteppedAll, ToWorker
 
 MESSAGES = [
     Hello(1, "0.1.0", "3.11", "1.2.0", "abc", "host", 7, 2, True),
     Answer(0, 3, 17, True, (1, 2, 3)),
-    Rung(1, 5, (0, 1)),
+    SteppedAll(1, 5, (0, 1)),
     Beat(((0, 77, 1, 2, 3),)),
     Pull(3, 1 << 20, 1 << 19),
     Bye("preempted"),
@@ -133,7 +133,7 @@ def test_lies_about_sizes_cost_no_memory():
 
 
 def test_a_node_does_not_read_what_only_nodes_say():
-    tell = Tell(0, 1, 2, (0,), True)
+    tell = ToWorker(0, 1, 2, (0,), True)
     assert node_reader().read(to_wire(1, tell)[0]) is not None
     with pytest.raises(ce.ProtocolError):
         head_reader().read(to_wire(1, tell)[0])

@@ -441,7 +441,7 @@ def test_stacked_spaces_that_double_with_every_level_are_refused(little_free):
         codec.pack(space)
 
 
-# ---- the messages of the pool
+# ---- the messages of the driver
 
 
 def sample_messages() -> list[Any]:

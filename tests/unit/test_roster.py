@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from clusterenv.cluster.roster import Admit, Dismiss, NodeState, Refuse, Replace, Roster, Seated, Unseated
+from clusterenv.cluster.roster import Admit, Dismiss, NodeState, Refuse, Replace, Roster, ShardAssigned, ShardUnassigned
 
 NODES = 3
 DEAD_S, MOVE_S = 10.0, 20.0
@@ -14,15 +14,15 @@ node_numbers = st.integers(0, NODES - 1)
 
 
 class Cluster(RuleBasedStateMachine):
-    """Asks every seat for rows, and keeps a ledger: each request is answered once, or declared lost once."""
+    """Asks every shard for rows, and keeps a ledger: each request is answered once, or declared lost once."""
 
     def __init__(self):
         super().__init__()
         self.roster = Roster(NODES, DEAD_S, MOVE_S)
         self.now = 0.0
-        self.seated = {}  # seat → node, as the instructions say
+        self.placed = {}  # shard → node, as the instructions say
         self.sessions = {}  # node → session that it was told
-        self.asked = {}  # request → (seat, node, session)
+        self.asked = {}  # request → (shard, node, session)
         self.open, self.delivered, self.lost = set(), set(), set()
         self.requests = 0
         self.highest = 0
@@ -33,12 +33,12 @@ class Cluster(RuleBasedStateMachine):
             if isinstance(item, Admit):
                 assert item.session > self.highest, "sessions never come again"
                 self.highest = self.sessions[item.node] = item.session
-            elif isinstance(item, Seated):
-                assert item.seat not in self.seated, "a seat is given to one node at a time"
-                self.seated[item.seat] = item.node
-            elif isinstance(item, Unseated):
-                assert self.seated.pop(item.seat) == item.node
-                for request in [r for r in self.open if self.asked[r][0] == item.seat]:
+            elif isinstance(item, ShardAssigned):
+                assert item.shard not in self.placed, "a shard is given to one node at a time"
+                self.placed[item.shard] = item.node
+            elif isinstance(item, ShardUnassigned):
+                assert self.placed.pop(item.shard) == item.node
+                for request in [r for r in self.open if self.asked[r][0] == item.shard]:
                     self.open.discard(request)
                     self.lost.add(request)
             elif isinstance(item, Dismiss):
@@ -67,7 +67,7 @@ class Cluster(RuleBasedStateMachine):
         was_active = self.roster.state(node) is NodeState.ACTIVE
         self.obey(self.roster.unfit(node, "no such module", self.now))
         if was_active:
-            assert self.roster.state(node) is NodeState.UNFIT and node not in self.seated.values()
+            assert self.roster.state(node) is NodeState.UNFIT and node not in self.placed.values()
             assert self.roster.gone(node, "its job ended", self.now) == [], "nobody is asked for in its place"
 
     @rule(seconds=st.sampled_from([0.1, 3.0, DEAD_S + 1, MOVE_S + 1]), was_busy=st.booleans())
@@ -84,22 +84,22 @@ class Cluster(RuleBasedStateMachine):
         self.invited = nodes
         self.obey(self.roster.scale(nodes, self.now))
         for node in range(nodes, NODES):
-            assert self.roster.state(node) is not NodeState.ACTIVE or node in self.seated.values()
+            assert self.roster.state(node) is not NodeState.ACTIVE or node in self.placed.values()
 
-    @rule(seat=node_numbers)
-    def release(self, seat):
-        """A seat that is to change hands does so, and only such a one."""
-        leaving, holder = self.roster.leaving, self.seated.get(seat)
-        self.obey(self.roster.release(seat))
-        assert (self.seated.get(seat) != holder) == (seat in leaving)
-        assert seat not in self.roster.leaving
+    @rule(shard=node_numbers)
+    def release(self, shard):
+        """A shard that is to change hands does so, and only such a one."""
+        leaving, holder = self.roster.leaving, self.placed.get(shard)
+        self.obey(self.roster.release(shard))
+        assert (self.placed.get(shard) != holder) == (shard in leaving)
+        assert shard not in self.roster.leaving
 
     @rule()
     def share_out(self):
-        """Begin with whoever is here: nobody's seat stays empty."""
+        """Begin with whoever is here: nobody's shard stays empty."""
         self.obey(self.roster.share_out(self.now))
         if len(self.roster.missing) < self.invited:
-            assert set(self.seated) == set(range(NODES))
+            assert set(self.placed) == set(range(NODES))
 
     @rule(node=node_numbers)
     def beats(self, node):
@@ -107,12 +107,12 @@ class Cluster(RuleBasedStateMachine):
             heard = self.roster.heard(node, self.sessions[node], self.now)
             assert heard == (self.roster.state(node) is NodeState.ACTIVE)
 
-    @rule(seat=node_numbers)
-    def ask(self, seat):
-        if seat in self.seated:
-            node = self.seated[seat]
+    @rule(shard=node_numbers)
+    def ask(self, shard):
+        if shard in self.placed:
+            node = self.placed[shard]
             self.requests += 1
-            self.asked[self.requests] = (seat, node, self.sessions[node])
+            self.asked[self.requests] = (shard, node, self.sessions[node])
             self.open.add(self.requests)
 
     @rule(data=st.data())
@@ -121,14 +121,14 @@ class Cluster(RuleBasedStateMachine):
         if not self.asked:
             return
         request = data.draw(st.sampled_from(sorted(self.asked)))
-        seat, node, session = self.asked[request]
-        counts = self.roster.heard(node, session, self.now) and self.roster.holder(seat) == node
+        shard, node, session = self.asked[request]
+        counts = self.roster.heard(node, session, self.now) and self.roster.holder(shard) == node
         if counts and request in self.open:
             assert request not in self.delivered and request not in self.lost
             self.open.discard(request)
             self.delivered.add(request)
         elif counts:
-            # The pool has no ticket for it any more: answered before, or lost when the seat went and came back.
+            # The driver has no ticket for it any more: answered before, or lost when the shard went and came back.
             assert request in self.delivered or request in self.lost
 
     @invariant()
@@ -138,23 +138,23 @@ class Cluster(RuleBasedStateMachine):
 
     @invariant()
     def seats_are_where_the_roster_says(self):
-        for seat in range(NODES):
-            assert self.roster.holder(seat) == self.seated.get(seat)
-            if seat in self.seated:
-                assert self.roster.state(self.seated[seat]) is NodeState.ACTIVE
+        for shard in range(NODES):
+            assert self.roster.holder(shard) == self.placed.get(shard)
+            if shard in self.placed:
+                assert self.roster.state(self.placed[shard]) is NodeState.ACTIVE
 
     @invariant()
     def a_node_that_is_here_has_its_own_seat(self):
         for node in range(NODES):
             if self.roster.state(node) is NodeState.ACTIVE and node < self.invited:
-                assert self.seated.get(node) == node or node in self.roster.leaving
+                assert self.placed.get(node) == node or node in self.roster.leaving
 
     @invariant()
     def nobody_who_is_not_wanted_stays_for_ever(self):
         here = [n for n in range(self.invited) if self.roster.state(n) is NodeState.ACTIVE]
-        for seat, node in self.seated.items():
+        for shard, node in self.placed.items():
             if node >= self.invited and here:
-                assert seat in self.roster.leaving
+                assert shard in self.roster.leaving
 
 
 Cluster.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
@@ -165,15 +165,15 @@ def test_an_orphaned_seat_moves_after_a_while_and_goes_home_again():
     roster = Roster(2, DEAD_S, MOVE_S)
     roster.hello(0, "a", None, 0.0)
     roster.hello(1, "b", None, 0.0)
-    assert roster.gone(0, "killed", 1.0) == [Unseated(0, 0, "killed", False), Replace(0, "killed")]
+    assert roster.gone(0, "killed", 1.0) == [ShardUnassigned(0, 0, "killed", False), Replace(0, "killed")]
     roster.heard(1, 2, 5.0)
     assert roster.tick(5.0, 0.0) == []
     roster.heard(1, 2, 21.0)
-    assert roster.tick(21.5, 0.0) == [Seated(0, 1)]
+    assert roster.tick(21.5, 0.0) == [ShardAssigned(0, 1)]
     assert roster.leaving == frozenset()
     assert roster.hello(0, "c", None, 22.0) == [Admit(0, 3)]
     assert roster.leaving == {0} and roster.holder(0) == 1, "until what is under way there is done"
-    assert roster.release(0) == [Unseated(0, 1, "node 0 is here", True, True), Seated(0, 0)]
+    assert roster.release(0) == [ShardUnassigned(0, 1, "node 0 is here", True, True), ShardAssigned(0, 0)]
     assert roster.history(0) == ["joined", "killed", "joined"]
 
 
@@ -204,7 +204,7 @@ def test_a_node_that_cannot_run_the_environments_is_not_used_and_not_asked_for_a
     for node in (0, 1):
         roster.hello(node, "a", None, 0.0)
     done = roster.unfit(0, "no such module", 1.0)
-    assert done == [Unseated(0, 0, "no such module", False), Dismiss(0, is_unfit=True), Seated(0, 1)]
+    assert done == [ShardUnassigned(0, 0, "no such module", False), Dismiss(0, is_unfit=True), ShardAssigned(0, 1)]
     assert roster.num_usable == 1 and roster.missing == [0]
     assert roster.gone(0, "its job ended", 2.0) == [] == roster.tick(2.0, 2.0)
     (refusal,) = roster.hello(0, "b", None, 3.0)

@@ -9,10 +9,10 @@ import pytest
 
 from clusterenv.engine.inputs import Exit
 from clusterenv.node import shard as seat_module
-from clusterenv.node.shard import Seat
+from clusterenv.node.shard import Shard
 from clusterenv.node.weight_store import WeightStore
 from clusterenv.spec import Delivered
-from clusterenv.wire.messages import Chunk, Exited, Host, Offer, Pull, Tell
+from clusterenv.wire.messages import AssignShard, Chunk, Exited, Offer, Pull, ToWorker
 
 
 class FakeProcesses:
@@ -46,12 +46,12 @@ def node(monkeypatch):
     monkeypatch.setattr(seat_module, "WorkerProcesses", FakeProcesses)
     sent: list[Any] = []
     workers = ((4, (0,)), (5, (1,)))
-    host = Host(2, workers, 2, None, None, True, 1, (), "refuse", False, ())
+    host = AssignShard(2, workers, 2, None, None, True, 1, (), "refuse", False, ())
     store = WeightStore(lambda message, frames: sent.append(message))
-    seat = Seat(host, b"", Delivered({}, b""), lambda message, frames: sent.append(message), store)
+    shard = Shard(host, b"", Delivered({}, b""), lambda message, frames: sent.append(message), store)
     for worker, _ in workers:
-        seat.start(worker)
-    yield seat, seat._crew, store, sent
+        shard.start(worker)
+    yield shard, shard._executor, store, sent
     store.close()
 
 
@@ -60,48 +60,48 @@ def offer(number, data):
 
 
 def tell(worker, request, weights=0):
-    return Tell(2, worker, request, (), False, weights)
+    return ToWorker(2, worker, request, (), False, weights)
 
 
 def test_requests_of_a_dead_worker_do_not_reach_its_replacement(node):
-    seat, processes, store, sent = node
+    shard, processes, store, sent = node
     store.offer(offer(7, b"weights"), 0.0)
-    seat.tell(tell(4, 1, 7), [b"load"])
-    seat.tell(tell(5, 2, 7), [b"load"])
+    shard.tell(tell(4, 1, 7), [b"load"])
+    shard.tell(tell(5, 2, 7), [b"load"])
     processes.die(0)
-    seat.take()
+    shard.take()
     assert isinstance(sent[-1], Exited) and sent[-1].worker == 4
-    seat.tell(tell(4, 3), [b"run"])  # sent before the head knew
-    seat.start(4)
-    seat.tell(tell(4, 4), [b"build"])
+    shard.tell(tell(4, 3), [b"run"])  # sent before the head knew
+    shard.start(4)
+    shard.tell(tell(4, 4), [b"build"])
     store.chunk(Chunk(7, 0), b"weights", 0.0)
-    seat.go_on()
+    shard.go_on()
     assert processes.told == [(1, b"load"), (0, b"build")]
 
 
 def test_requests_wait_only_for_weights_that_they_are_about(node):
-    seat, processes, store, _ = node
+    shard, processes, store, _ = node
     store.offer(offer(7, b"weights"), 0.0)
-    seat.tell(tell(4, 1), [b"step"])
+    shard.tell(tell(4, 1), [b"step"])
     assert processes.told == [(0, b"step")], "it was told to a worker that acts with what it has"
-    seat.tell(tell(4, 2, 7), [b"load"])
-    seat.tell(tell(5, 3), [b"step"])
+    shard.tell(tell(4, 2, 7), [b"load"])
+    shard.tell(tell(5, 3), [b"step"])
     assert processes.told == [(0, b"step")]
     processes.die(0)
-    seat.take()
+    shard.take()
     assert processes.told == [(0, b"step"), (1, b"step")], "nobody waits for the weights any more"
 
 
 def test_weights_that_were_withdrawn_hold_nothing_up(node):
-    seat, processes, store, sent = node
+    shard, processes, store, sent = node
     store.offer(offer(7, b"weights"), 0.0)
     store.offer(offer(8, b"newer"), 0.0)
-    seat.tell(tell(5, 2, 8), [b"load"])
+    shard.tell(tell(5, 2, 8), [b"load"])
     assert sent == [Pull(7, 0, 7)]
     store.withdrawn(7, 0.0)
     assert sent[-1] == Pull(8, 0, 5)
     store.chunk(Chunk(8, 0), b"newer", 0.0)
-    seat.go_on()
+    shard.go_on()
     assert processes.told == [(1, b"load")] and sent[-1] == Pull(8, 5, 0)
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from clusterenv.engine.stats import Tally
+from clusterenv.engine.stats import Counters
 
 
 class OneEpisode:
@@ -17,21 +17,21 @@ class OneEpisode:
         return 1
 
 
-def collect(tally, seconds, env_s=0.4):
+def collect(counters, seconds, env_s=0.4):
     """A batch of 100 steps by two workers."""
     for worker in range(2):
-        tally.fragment(worker, 50, env_s, 0.1)
-    tally.batch(SimpleNamespace(valid=np.ones((50, 2), bool), episodes=OneEpisode()))
-    tally.spent(seconds)
+        counters.fragment(worker, 50, env_s, 0.1)
+    counters.batch(SimpleNamespace(valid=np.ones((50, 2), bool), episodes=OneEpisode()))
+    counters.spent(seconds)
 
 
 def test_the_start_of_the_workers_is_left_out_as_soon_as_there_is_a_second_batch():
-    tally = Tally(2)
-    collect(tally, 20.0)
-    assert tally.stats()["steps_per_s"] == 5.0, "better than nothing"
+    counters = Counters(2)
+    collect(counters, 20.0)
+    assert counters.stats()["steps_per_s"] == 5.0, "better than nothing"
     for _ in range(100):
-        collect(tally, 1.0)
-        stats = tally.stats()
+        collect(counters, 1.0)
+        stats = counters.stats()
         assert stats["steps_per_s"] == 100.0 and stats["worker_steps_per_s"].tolist() == [50.0, 50.0]
         assert stats["time_shares"] == pytest.approx({"environment": 0.4, "policy": 0.1, "waiting": 0.5})
     assert stats["collecting_s"] == pytest.approx(120.0) and stats["steps"] == 10_100
@@ -39,12 +39,14 @@ def test_the_start_of_the_workers_is_left_out_as_soon_as_there_is_a_second_batch
 
 
 def test_rates_follow_what_happens_now():
-    tally = Tally(2)
+    counters = Counters(2)
     for _ in range(50):
-        collect(tally, 1.0)
+        collect(counters, 1.0)
     for _ in range(32):
-        collect(tally, 0.5, env_s=0.1)
-    assert tally.stats()["steps_per_s"] == 200.0 and tally.stats()["time_shares"]["environment"] == pytest.approx(0.2)
-    tally.spent(7.0)  # the end of a stream, which brought no batch
-    assert tally.stats()["steps_per_s"] == 200.0
-    assert Tally(2).stats()["time_shares"] == {"environment": 0.0, "policy": 0.0, "waiting": 0.0}
+        collect(counters, 0.5, env_s=0.1)
+    assert counters.stats()["steps_per_s"] == 200.0 and counters.stats()["time_shares"]["environment"] == pytest.approx(
+        0.2
+    )
+    counters.spent(7.0)  # the end of a stream, which brought no batch
+    assert counters.stats()["steps_per_s"] == 200.0
+    assert Counters(2).stats()["time_shares"] == {"environment": 0.0, "policy": 0.0, "waiting": 0.0}

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import clusterenv as ce
-from clusterenv.backends.launch.supervisor import Keeper
+from clusterenv.backends.launch.supervisor import Supervisor
 from clusterenv.events import EventLog
 
 
@@ -63,19 +63,19 @@ def events():
 
 
 @pytest.fixture
-def keeper(scheduler, events):
+def supervisor(scheduler, events):
     """Two nodes are started."""
-    keeper = Keeper(events)
-    keeper.keep(scheduler, 2)
+    supervisor = Supervisor(events)
+    supervisor.keep(scheduler, 2)
     assert scheduler.log == ["start 0", "start 1"]
     scheduler.log.clear()
-    yield keeper
+    yield supervisor
     scheduler.goes_on.set()
-    keeper.stop(time.monotonic() + 5)
+    supervisor.stop(time.monotonic() + 5)
 
 
-def stop(keeper, timeout_s=5.0):
-    return keeper.stop(time.monotonic() + timeout_s)
+def stop(supervisor, timeout_s=5.0):
+    return supervisor.stop(time.monotonic() + timeout_s)
 
 
 def wait_for(condition, timeout_s=10.0):
@@ -85,20 +85,20 @@ def wait_for(condition, timeout_s=10.0):
         time.sleep(0.01)
 
 
-def test_a_node_is_started_again_when_its_job_is_over(keeper, scheduler):
-    keeper.want(0)
-    keeper.want(2)
+def test_a_node_is_started_again_when_its_job_is_over(supervisor, scheduler):
+    supervisor.want(0)
+    supervisor.want(2)
     wait_for(lambda: scheduler.log)
     assert scheduler.log == ["start 2"], "the one without a job"
     scheduler.over[1] = "ended"
-    wait_for(lambda: keeper.over)
-    assert keeper.over == {1: "ended"} and scheduler.log == ["start 2"], "nobody wants it again"
+    wait_for(lambda: supervisor.over)
+    assert supervisor.over == {1: "ended"} and scheduler.log == ["start 2"], "nobody wants it again"
     scheduler.over[0] = "ended"
     wait_for(lambda: len(scheduler.log) == 2)
-    assert scheduler.log[1] == "start 0" and 0 not in keeper.over
-    keeper.let_go(1)
-    wait_for(lambda: not keeper.over)
-    keeper.want(1)
+    assert scheduler.log[1] == "start 0" and 0 not in supervisor.over
+    supervisor.let_go(1)
+    wait_for(lambda: not supervisor.over)
+    supervisor.want(1)
     wait_for(lambda: len(scheduler.log) == 4)
     assert scheduler.log[2:] == ["drop 1", "start 1"]
 
@@ -114,14 +114,14 @@ class ByHand:
 
 
 def test_jobs_that_cannot_be_looked_at_are_started_whenever_they_are_wanted(scheduler, events):
-    keeper, jobs = Keeper(events), ByHand()
-    keeper.keep(jobs, 1)
-    keeper.want(0)
+    supervisor, jobs = Supervisor(events), ByHand()
+    supervisor.keep(jobs, 1)
+    supervisor.want(0)
     wait_for(lambda: len(jobs.log) == 2)
-    keeper.let_go(0)
-    keeper.want(0)
+    supervisor.let_go(0)
+    supervisor.want(0)
     wait_for(lambda: len(jobs.log) == 3)
-    assert stop(keeper) == "" and jobs.log == ["start 0"] * 3 and not keeper.over and not events()
+    assert stop(supervisor) == "" and jobs.log == ["start 0"] * 3 and not supervisor.over and not events()
 
 
 class WithoutDrop:
@@ -144,21 +144,21 @@ class WithoutDrop:
 
 def test_a_job_that_cannot_be_dropped_is_over_before_its_node_is_started_again(scheduler, events):
     """Or two agents would have one key."""
-    keeper, jobs = Keeper(events), WithoutDrop()
-    keeper.keep(jobs, 1)
-    keeper.let_go(0)
-    keeper.want(0)
+    supervisor, jobs = Supervisor(events), WithoutDrop()
+    supervisor.keep(jobs, 1)
+    supervisor.let_go(0)
+    supervisor.want(0)
     seen = jobs.looks
     wait_for(lambda: jobs.looks >= seen + 3)
     assert jobs.log == ["start 0"], "it was told to leave, and has not yet"
     jobs.over[0] = "ended"
     wait_for(lambda: len(jobs.log) == 2)
-    assert stop(keeper) == "" and jobs.log == ["start 0", "start 0", "stop"]
+    assert stop(supervisor) == "" and jobs.log == ["start 0", "start 0", "stop"]
 
 
-def test_a_start_that_fails_is_tried_again(keeper, scheduler, caplog):
+def test_a_start_that_fails_is_tried_again(supervisor, scheduler, caplog):
     scheduler.errors = [ce.StartError("sbatch says: no"), KeyError("a bug of its client")]
-    keeper.want(2)
+    supervisor.want(2)
     wait_for(lambda: scheduler.log)
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert told == [
@@ -169,7 +169,7 @@ def test_a_start_that_fails_is_tried_again(keeper, scheduler, caplog):
 
 def test_the_first_start_fails(scheduler, events):
     """What was started before it is ended."""
-    keeper = Keeper(events)
+    supervisor = Supervisor(events)
     start = scheduler.start
 
     def fail_second(node):
@@ -179,11 +179,11 @@ def test_the_first_start_fails(scheduler, events):
 
     scheduler.start = fail_second
     with pytest.raises(ce.StartError, match="sbatch says: no"):
-        keeper.keep(scheduler, 3)
-    assert stop(keeper) == "" and scheduler.log == ["start 0", "stop"]
+        supervisor.keep(scheduler, 3)
+    assert stop(supervisor) == "" and scheduler.log == ["start 0", "stop"]
 
 
-def test_a_scheduler_that_gives_no_answer_is_told_once_and_again_when_it_does(keeper, scheduler, events, caplog):
+def test_a_scheduler_that_gives_no_answer_is_told_once_and_again_when_it_does(supervisor, scheduler, events, caplog):
     scheduler.failure = ce.StartError("Kubernetes cannot be reached: object at 0x7f01, port 1234")
     wait_for(lambda: len(events()) == 1)
     scheduler.failure = ce.StartError("Kubernetes cannot be reached: object at 0x7fab, port 1235")
@@ -201,25 +201,25 @@ def test_a_scheduler_that_gives_no_answer_is_told_once_and_again_when_it_does(ke
     assert "port 1234" in told[0] and "says: Unauthorized" in told[1] and "answers again" in told[2], told
 
 
-def test_a_client_that_raises_anything_does_not_end_the_thread(keeper, scheduler, events):
+def test_a_client_that_raises_anything_does_not_end_the_thread(supervisor, scheduler, events):
     scheduler.over = None  # what `look` makes of it is a TypeError
     wait_for(lambda: any("TypeError" in event.reason for event in events()))
     scheduler.over = {0: "ended"}
-    wait_for(lambda: keeper.over == {0: "ended"})
-    assert stop(keeper) == stop(keeper) == "" and scheduler.log == ["stop"]
+    wait_for(lambda: supervisor.over == {0: "ended"})
+    assert stop(supervisor) == stop(supervisor) == "" and scheduler.log == ["stop"]
 
 
 @pytest.mark.parametrize("what", ["look", "start", "stop"])
-def test_a_call_that_hangs_is_not_waited_for_and_nothing_is_started_after_it(keeper, scheduler, what):
+def test_a_call_that_hangs_is_not_waited_for_and_nothing_is_started_after_it(supervisor, scheduler, what):
     scheduler.hangs.add(what)
-    keeper.want(2)
-    keeper.want(3)
+    supervisor.want(2)
+    supervisor.want(3)
     if what != "stop":
         wait_for(lambda: f"{what} hangs" in scheduler.log)
     else:
         wait_for(lambda: "start 3" in scheduler.log)
     start = time.monotonic()
-    assert "did not answer" in stop(keeper, 0.1)
+    assert "did not answer" in stop(supervisor, 0.1)
     assert time.monotonic() - start < 5.0
     scheduler.log.clear()
     scheduler.goes_on.set()
@@ -227,6 +227,6 @@ def test_a_call_that_hangs_is_not_waited_for_and_nothing_is_started_after_it(kee
     assert scheduler.log == (["start 2", "stop"] if what == "start" else ["stop"]), "late, but ended after all"
 
 
-def test_what_could_not_be_ended_is_told(keeper, scheduler):
+def test_what_could_not_be_ended_is_told(supervisor, scheduler):
     scheduler.failure = ce.StartError("scancel says: no")
-    assert stop(keeper) == "scancel says: no"
+    assert stop(supervisor) == "scancel says: no"

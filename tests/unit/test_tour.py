@@ -32,7 +32,7 @@ def test_constructors_are_counted_with_and_without_a_dataclass() -> None:
 
 
 def test_protocols_of_callers_are_found_by_place_and_by_name() -> None:
-    text = "class Host(Protocol): ...\nclass Crew(Protocol): ...\n"
+    text = "class Host(Protocol): ...\nclass Executor(Protocol): ...\n"
     assert len(list(tour.caller_protocols(_trees("engine/a.py", text)))) == 2
     assert [found.where for found in tour.caller_protocols(_trees("a.py", text))] == ["a.py: Host"]
 

@@ -1,4 +1,4 @@
-"""What every backend over a network shares: keys, a listening head, nodes that are awaited, a pool over them.
+"""What every backend over a network shares: keys, a listening head, nodes that are awaited, a driver over them.
 
 A backend brings `Jobs` (`contract.py`): how node agents are started, looked after and ended. It sees no message.
 """
@@ -15,14 +15,14 @@ from gymnasium.vector import AutoresetMode
 from clusterenv.backends.contract import CollectsGarbage, DescribesJobs, Hopeless, Jobs, LeavesJobs, Plan, ScheduledJobs
 from clusterenv.backends.launch.addresses import dialled, listening_address, parse_advertise, parse_port
 from clusterenv.backends.launch.folder import RunFolder, key_file, run_path
-from clusterenv.backends.launch.supervisor import Keeper
+from clusterenv.backends.launch.supervisor import Supervisor
 from clusterenv.backends.local import split
 from clusterenv.backends.remote import Remote
 from clusterenv.cluster.head import Head, Timing
-from clusterenv.driver import Pool
+from clusterenv.driver import Driver
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import Event, EventLog, emit, emit_progress
-from clusterenv.executors.remote import RemoteCrew
+from clusterenv.executors.remote import RemoteExecutor
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
 from clusterenv.system.open_files import allow_open_files
@@ -47,8 +47,8 @@ _OTHERS_S = 5.0
 
 def start(
     remote: Remote, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog
-) -> Pool:
-    """Listen, have node agents started, wait for them all, and make the pool."""
+) -> Driver:
+    """Listen, have node agents started, wait for them all, and make the driver."""
     host = listening_address(type(remote).__name__, remote.bind)
     nodes, most = remote.nodes, remote.max_nodes or remote.nodes
     _check_workers(most, remote.workers_per_node, blueprint.num_envs)
@@ -56,7 +56,7 @@ def start(
     allow_open_files(f"{most} nodes", more=2 * most + 24)
     timing = Timing(*remote.heartbeat_s, remote.move_after_s)
     folder = RunFolder(remote.folder, timing.lease_s, remote.owner_squashed)
-    keeper = Keeper(events)
+    supervisor = Supervisor(events)
     head: Head | None = None
     jobs: Jobs | None = None
     ending = threading.Lock()
@@ -65,7 +65,7 @@ def start(
         with ending:
             if head is not None:
                 head.close()
-            left = keeper.stop(deadline)
+            left = supervisor.stop(deadline)
             if folder.end(left) and left:
                 events.add(Event("jobs_left", _left_behind(folder, left, jobs, timing.lease_s)))
         clean_up.forget()
@@ -80,7 +80,7 @@ def start(
             parse_port(remote.port),
             timing,
             events,
-            keeper,
+            supervisor,
             cores=1 if remote.oversubscribe else remote.workers_per_node,
             sends_pickle=remote.allow_pickle,
             invited=nodes,
@@ -88,16 +88,16 @@ def start(
         address = dialled(head.address, parse_advertise(remote.advertise))
         folder.write_keys(address, keys.public, node_keys)
         with folder.writing():
-            jobs = _launch(remote, folder, timing.lease_s, address, keeper.closing)
-            keeper.keep(jobs, nodes)
+            jobs = _launch(remote, folder, timing.lease_s, address, supervisor.closing)
+            supervisor.keep(jobs, nodes)
         if isinstance(jobs, DescribesJobs):
             emit(logging.INFO, jobs.describe())
         head.needed_nodes = remote.min_nodes or nodes
-        _await(head, address, keeper, jobs, remote, nodes, blueprint.num_envs)
+        _await(head, address, supervisor, jobs, remote, nodes, blueprint.num_envs)
         head.share_out()
-        pool = _make_pool(head, remote, blueprint, mode, recovery, events, stop)
+        driver = _make_driver(head, remote, blueprint, mode, recovery, events, stop)
         head.needed_nodes = 1  # from now on, the others take over whatever a node leaves
-        return pool
+        return driver
     except BaseException:
         clean_up()
         raise
@@ -111,7 +111,7 @@ def _check_workers(most: int, each: int, num_envs: int) -> None:
         )
 
 
-def _make_pool(
+def _make_driver(
     head: Head,
     remote: Remote,
     blueprint: Blueprint,
@@ -119,14 +119,14 @@ def _make_pool(
     recovery: Recovery,
     events: EventLog,
     stop: Callable[[float], None],
-) -> Pool:
+) -> Driver:
     each = remote.workers_per_node
     workers = (remote.max_nodes or remote.nodes) * each
     slots_of = split(blueprint.num_envs, workers)
-    seat_of = [worker // each for worker in range(workers)]
+    shard_of = [worker // each for worker in range(workers)]
     config = WorkerConfig(mode, recovery.check, remote.threads_per_worker, remote.preload, remote.other_infos)
-    crew = RemoteCrew(head, blueprint, slots_of, seat_of, config, stop)
-    return Pool(crew, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=seat_of)
+    executor = RemoteExecutor(head, blueprint, slots_of, shard_of, config, stop)
+    return Driver(executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=shard_of)
 
 
 def example_plan(remote: Remote) -> Plan:
@@ -163,7 +163,9 @@ def _left_behind(folder: RunFolder, left: str, jobs: Jobs | None, lease_s: float
     )
 
 
-def _await(head: Head, address: str, keeper: Keeper, jobs: Jobs, remote: Remote, nodes: int, num_envs: int) -> None:
+def _await(
+    head: Head, address: str, supervisor: Supervisor, jobs: Jobs, remote: Remote, nodes: int, num_envs: int
+) -> None:
     """Wait until every node is here, or `min_nodes` are and no other comes, with a line that says who is missing.
 
     Jobs that end before their node has come are started again (`Roster.gone`) until the timeout.
@@ -176,7 +178,7 @@ def _await(head: Head, address: str, keeper: Keeper, jobs: Jobs, remote: Remote,
         here = nodes - len(missing)
         if len(missing) != last:
             last, came = len(missing), time.monotonic()
-        over = {node: why for node, why in keeper.over.items() if node in missing}
+        over = {node: why for node, why in supervisor.over.items() if node in missing}
         hopeless = _hopeless(head, over, missing)
         if nodes - len(hopeless) < head.needed_nodes:
             text = "; ".join(f"node {node} {why}" for node, why in hopeless.items())

@@ -21,7 +21,7 @@ from clusterenv.backends import registry
 if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode
 
-    from clusterenv.driver import Pool
+    from clusterenv.driver import Driver
     from clusterenv.events import EventLog
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
@@ -63,7 +63,7 @@ class Backend(Protocol):
         """Whether code may travel at all."""
         ...
 
-    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
+    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Driver:
         """Make the environments, and return what steps them."""
         ...
 

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.arguments import check_fields, expect
-from clusterenv.driver import Pool
+from clusterenv.driver import Driver
 from clusterenv.errors import SpecError
 from clusterenv.events import EventLog, emit
-from clusterenv.executors.inline import InlineCrew
-from clusterenv.executors.processes import ProcessCrew
+from clusterenv.executors.inline import InlineExecutor
+from clusterenv.executors.processes import ProcessExecutor
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
 from clusterenv.system.cpus import cpu_limit, usable_cores
@@ -72,12 +72,12 @@ class Local:
         expect("Local", "workers", self.workers, int | None, least=0)
         expect("Local", "threads_per_worker", self.threads_per_worker, int | None, least=1)
 
-    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
+    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Driver:
         n = blueprint.num_envs
         if self.workers == 0:
-            inline = InlineCrew(blueprint, mode, recovery.check)
+            inline = InlineExecutor(blueprint, mode, recovery.check)
             slots = [list(range(n))]
-            return Pool(inline, slots, mode, recovery, blueprint=blueprint, events=events)
+            return Driver(inline, slots, mode, recovery, blueprint=blueprint, events=events)
         workers = self.workers or min(usable_cores(), n)
         if workers > n:
             emit(
@@ -89,8 +89,8 @@ class Local:
         # Waiting awake pays only while every worker has a core of its own.
         spin_s = _SPIN_S if workers <= cpu_limit() else 0.0
         config = WorkerConfig(mode, recovery.check, self.threads_per_worker, tuple(self.preload), spin_s=spin_s)
-        crew = ProcessCrew(blueprint, slots_of, config)
-        return Pool(crew, slots_of, mode, recovery, blueprint=blueprint, events=events)
+        executor = ProcessExecutor(blueprint, slots_of, config)
+        return Driver(executor, slots_of, mode, recovery, blueprint=blueprint, events=events)
 
 
 def _loopback(options: dict[str, Any]) -> Any:

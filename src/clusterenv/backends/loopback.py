@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode
 
     from clusterenv.backends.contract import Plan
-    from clusterenv.driver import Pool
+    from clusterenv.driver import Driver
     from clusterenv.events import EventLog
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
@@ -114,7 +114,7 @@ class AgentProcesses:
 class _AsManyAsFit(Loopback):
     """As many workers as this process may use CPUs and there are environments, shared by the nodes."""
 
-    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
+    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Driver:
         each = max(1, min(usable_cores(), blueprint.num_envs) // self.nodes)
         return Loopback.start(replace(self, workers_per_node=each), blueprint, mode, recovery, events)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode
 
     from clusterenv.backends.contract import Plan
-    from clusterenv.driver import Pool
+    from clusterenv.driver import Driver
     from clusterenv.events import EventLog
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
@@ -62,7 +62,7 @@ class Ray(Remote):
         super().__post_init__()
         expect("Ray", "cpus_per_node", self.cpus_per_node, float | None, least=0)
 
-    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
+    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Driver:
         if self.address == "local" and self.bind is None and not _imported().is_initialized():
             # The nodes of a cluster that is started for the run are processes of this machine.
             return replace(self, bind="127.0.0.1").start(blueprint, mode, recovery, events)
@@ -208,7 +208,7 @@ class _Actors:
         return f"{len(self._actors)} Ray actors named {self._prefix}*"
 
     def stop(self, deadline: float) -> None:
-        """Calls of Ray have no timeout: `Keeper` does not wait longer than until `deadline`."""
+        """Calls of Ray have no timeout: `Supervisor` does not wait longer than until `deadline`."""
         stopping = [actor.stop.remote() for node, actor in self._actors.items() if node in self._said]
         if stopping:
             patience_s = max(0.1, min(_STOP_S + 1.0, deadline - 2.0 - time.monotonic()))

@@ -2,7 +2,7 @@
 
 The caller's thread talks directly while it waits for something; when it has not come for a while, a thread of its own
 listens instead: nodes join, beat and pull weights, and what belongs to the caller is kept for it. What `Roster` decides
-is carried out here; what workers said is opened by `RemoteCrew`.
+is carried out here; what workers said is opened by `RemoteExecutor`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ from clusterenv.cluster.flow import Flow
 from clusterenv.cluster.inbox import Inbox, size_of
 from clusterenv.cluster.listener import Listener
 from clusterenv.cluster.output_queue import OutputQueue
-from clusterenv.cluster.roster import Admit, Dismiss, Instruction, Refuse, Replace, Roster, Seated, Unseated
+from clusterenv.cluster.roster import (
+    Admit,
+    Dismiss,
+    Instruction,
+    Refuse,
+    Replace,
+    Roster,
+    ShardAssigned,
+    ShardUnassigned,
+)
 from clusterenv.cluster.weight_server import WeightServer
 from clusterenv.code.versions import FOR_PICKLES
 from clusterenv.errors import ProtocolError
@@ -40,12 +49,12 @@ from clusterenv.wire.messages import (
     Output,
     Pull,
     Refused,
-    Rung,
+    SteppedAll,
     Welcome,
     Withdrawn,
 )
 
-__all__ = ["Head", "Keeper", "Timing"]
+__all__ = ["Head", "Supervisor", "Timing"]
 
 _MOST = 64
 """Messages that are read before anything else is looked at, a caller's deadline for example."""
@@ -55,7 +64,7 @@ _TICK_S = 0.02
 
 
 _LATE_BYTES = 1 << 14
-"""What an answer to no open request counts at least: there are few of them, after a seat has changed hands."""
+"""What an answer to no open request counts at least: there are few of them, after a shard has changed hands."""
 
 _LONGEST_REASON = 2000
 """Characters of what a node says that are shown."""
@@ -68,7 +77,7 @@ class Timing(NamedTuple):
     move_after_s: float | None
 
 
-class Keeper(Protocol):
+class Supervisor(Protocol):
     """Who has nodes started and let go. Nothing here may wait."""
 
     over: dict[int, str]
@@ -108,7 +117,7 @@ class Head:
         ports: Sequence[int],
         timing: Timing,
         events: EventLog,
-        keeper: Keeper,
+        supervisor: Supervisor,
         cores: int = 1,
         sends_pickle: bool = True,
         invited: int | None = None,
@@ -125,20 +134,20 @@ class Head:
         self._packages = set(FOR_PICKLES if sends_pickle else ())
         self._hellos: dict[int, Hello] = {}  # of the nodes that are here
         self._events = events
-        self._keeper = keeper
+        self._supervisor = supervisor
         self.roster = Roster(len(node_keys), timing.dead_after_s, timing.move_after_s, invited)
         self._peers: dict[bytes, _Peer] = {}  # by route
         self._active: dict[int, _Peer] = {}  # by node
         self.inbox = Inbox(len(node_keys))
-        self.seat_events: deque[Seated | Unseated] = deque()
-        self.output: dict[int, OutputQueue] = {}  # by seat
+        self.shard_events: deque[ShardAssigned | ShardUnassigned] = deque()
+        self.output: dict[int, OutputQueue] = {}  # by shard
         self.progress: dict[int, tuple[int, int, int, int]] = {}  # worker → pid, slot, phase, step
         self._weights = WeightServer()
         self.pulls: deque[tuple[Pull, int, float]] = deque()  # those answered: bytes of weights sent, and when
         self.leaving: frozenset[int] = frozenset()
-        """Seats that are to change hands; the crew says when (`release`)."""
+        """Seats that are to change hands; the executor says when (`release`)."""
         self.refusals: dict[int, str] = {}
-        self._workers: dict[int, int] = {}  # worker → seat
+        self._workers: dict[int, int] = {}  # worker → shard
         self._num_phases = 0
         self.needed_nodes = 1
         """The run ends by an error where fewer than these can run its environments."""
@@ -153,7 +162,7 @@ class Head:
         self._next_tick = 0.0
         self._listening_since = time.monotonic()
         self._listened_at = time.monotonic()
-        self._mine = Listener(self._turn)
+        self._mine = Listener(self._advance)
         self._poller = zmq.Poller()
         self._socket.poll_on(self._poller)
         self._poller.register(self._mine.wake, zmq.POLLIN)
@@ -162,10 +171,10 @@ class Head:
 
     # -- the caller's thread ----------------------------------------------------------------------------------
 
-    def send(self, seat: int, message: Any, payload: Sequence[Any] = ()) -> bool:
-        """To whoever has this seat; False where nobody has."""
+    def send(self, shard: int, message: Any, payload: Sequence[Any] = ()) -> bool:
+        """To whoever has this shard; False where nobody has."""
         with self._mine:
-            node = self.roster.holder(seat)
+            node = self.roster.holder(shard)
             return node is not None and self._send(node, message, payload)
 
     def offer(self, node: int, session: int, offer: Offer, data: bytes) -> None:
@@ -181,13 +190,13 @@ class Head:
             self._do(self.roster.scale(nodes, time.monotonic()))
             self.leaving = self.roster.leaving
 
-    def release(self, seat: int) -> None:
-        """This seat may change hands now."""
+    def release(self, shard: int) -> None:
+        """This shard may change hands now."""
         with self._mine:
-            self._do(self.roster.release(seat))
+            self._do(self.roster.release(shard))
 
     def share_out(self) -> None:
-        """Begin with the nodes that are here: they take the others' seats until those come."""
+        """Begin with the nodes that are here: they take the others' shards until those come."""
         with self._mine:
             self._do(self.roster.share_out(time.monotonic()))
 
@@ -204,21 +213,21 @@ class Head:
                     return f"node {node} ({self._hellos[node].host}): {wrong}"
         return None
 
-    def expect_workers(self, seat_of: Sequence[int], num_phases: int) -> None:
-        """These workers belong to these seats; in their beats, nodes name phases below this number."""
+    def expect_workers(self, shard_of: Sequence[int], num_phases: int) -> None:
+        """These workers belong to these shards; in their beats, nodes name phases below this number."""
         with self._mine:
-            self._workers, self._num_phases = dict(enumerate(seat_of)), num_phases
+            self._workers, self._num_phases = dict(enumerate(shard_of)), num_phases
 
-    def answered_nothing(self, seat: int, size: int) -> None:
+    def answered_nothing(self, shard: int, size: int) -> None:
         """An answer to no open request: late, or a flood."""
         with self._mine:
             self.dropped += 1
-            node = self.roster.holder(seat)
+            node = self.roster.holder(shard)
             peer = None if node is None else self._active.get(node)
             if peer is not None:
                 self._spend(peer, min(max(size, _LATE_BYTES), CONTROL_LIMIT), time.monotonic())
 
-    def take_output(self) -> list[Output]:
+    def pop_output(self) -> list[Output]:
         """Return what workers printed since the last call."""
         with self._mine:
             queues, self.output = self.output, {}
@@ -227,13 +236,13 @@ class Head:
     def pump(self, timeout_s: float) -> None:
         """Wait until something has come, at most so long, and sort it."""
         with self._mine:
-            if self.inbox or self.seat_events or self.pulls:
+            if self.inbox or self.shard_events or self.pulls:
                 timeout_s = 0.0
-            self._turn(timeout_s)
+            self._advance(timeout_s)
 
     # -- both, one at a time ----------------------------------------------------------------------------------
 
-    def _turn(self, timeout_s: float) -> None:
+    def _advance(self, timeout_s: float) -> None:
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._mine.wake in ready:
             self._mine.was_woken()
@@ -255,7 +264,7 @@ class Head:
             self._link_gone(link)
         if now >= self._next_tick:
             self._next_tick = now + _TICK_S
-            for node, reason in self._keeper.over.items():
+            for node, reason in self._supervisor.over.items():
                 # An agent in a container may outlive its job; it must not come back in place of the next one.
                 self._send(node, Leave(-1, f"its job is over: {reason}"))
                 self._do(self.roster.gone(node, reason, now))
@@ -271,7 +280,7 @@ class Head:
         peer.node = node
         if len(arrived.frames) > 1:
             is_active = self._active.get(node) is peer
-            peer.reader.limit = self.inbox.limit(node, self.roster.seats(node) if is_active else ())
+            peer.reader.limit = self.inbox.limit(node, self.roster.shards(node) if is_active else ())
         self.bytes_received[node] += sum(map(len, arrived.frames))
         self.frames_received[node] += len(arrived.frames)
         try:
@@ -285,7 +294,7 @@ class Head:
 
     def _sort(self, peer: _Peer, session: int, message: FromNode, frames: list[Any], now: float) -> None:
         node = peer.node
-        is_answer = isinstance(message, (Answer, Rung))
+        is_answer = isinstance(message, (Answer, SteppedAll))
         is_current = self._active.get(node) is peer and self.roster.heard(node, session, now)
         if not (is_answer and is_current) and not self._spend(peer, size_of(message, frames), now):
             return
@@ -303,10 +312,10 @@ class Head:
             self._do(self.roster.gone(node, _short(message.reason), now))
         elif isinstance(message, Pull):
             self._give(message, peer)
-        elif self.roster.holder(message.seat) != node:
+        elif self.roster.holder(message.shard) != node:
             self.dropped += 1
         elif isinstance(message, Output):
-            self.output.setdefault(message.seat, OutputQueue()).put(message)
+            self.output.setdefault(message.shard, OutputQueue()).put(message)
         else:
             self.inbox.put(message, frames)
 
@@ -316,8 +325,8 @@ class Head:
         for worker, pid, slot, phase, step in beat.progress:
             if not 0 <= phase < self._num_phases:
                 raise ProtocolError(f"a worker in phase {phase}")
-            seat = self._workers.get(worker)
-            if seat is not None and self.roster.holder(seat) == node:  # else of a seat that it has just left
+            shard = self._workers.get(worker)
+            if shard is not None and self.roster.holder(shard) == node:  # else of a shard that it has just left
                 self.progress[worker] = (pid, slot, phase, step)
 
     def _spend(self, peer: _Peer, size: int, now: float) -> bool:
@@ -366,10 +375,10 @@ class Head:
                 if self._active.get(peer.node) is peer:
                     self._do(self.roster.gone(peer.node, "its connection ended", time.monotonic()))
 
-    def seat_broke(self, seat: int, error: Exception) -> None:
-        """What the holder of this seat said cannot be: it is not listened to any more."""
+    def shard_broke(self, shard: int, error: Exception) -> None:
+        """What the holder of this shard said cannot be: it is not listened to any more."""
         with self._mine:
-            node = self.roster.holder(seat)
+            node = self.roster.holder(shard)
             peer = None if node is None else self._active.get(node)
             if peer is not None:
                 self._broke(peer, error, time.monotonic())
@@ -388,24 +397,24 @@ class Head:
             if isinstance(item, Admit):
                 self.inbox.joined(item.node)
                 self._send(item.node, Welcome(item.session, self.timing.beat_s, self.timing.lease_s))
-            elif isinstance(item, Unseated):
+            elif isinstance(item, ShardUnassigned):
                 if item.is_there:
-                    self.inbox.left(item.node, item.seat)
-                    self._send(item.node, Leave(item.seat))
-                self.seat_events.append(item)
-            elif isinstance(item, Seated):
-                self.seat_events.append(item)
+                    self.inbox.left(item.node, item.shard)
+                    self._send(item.node, Leave(item.shard))
+                self.shard_events.append(item)
+            elif isinstance(item, ShardAssigned):
+                self.shard_events.append(item)
             elif isinstance(item, Dismiss):
                 why = "it cannot run the environments" if item.is_unfit else "the run needs fewer nodes"
                 self._send(item.node, Leave(-1, why, failed=item.is_unfit))
                 if self._active.pop(item.node, None) is not None and not item.is_unfit:
                     self._events.add(Event("node_left", f"node {item.node}: scaled down"), level=logging.INFO)
-                self._keeper.let_go(item.node)
+                self._supervisor.let_go(item.node)
             elif isinstance(item, Replace):
                 self._active.pop(item.node, None)
                 level = logging.INFO if item.event == "node_invited" else logging.WARNING
                 self._events.add(Event(item.event, f"node {item.node}: {item.reason}"), level=level)
-                self._keeper.want(item.node)
+                self._supervisor.want(item.node)
 
     def _send(self, node: int, message: Any, payload: Sequence[Any] = ()) -> bool:
         peer = self._active.get(node)
@@ -441,7 +450,7 @@ class Head:
         }
 
     def close(self) -> None:
-        """Tell everybody that the run is over. Idempotent, also where it was interrupted."""
+        """ToWorker everybody that the run is over. Idempotent, also where it was interrupted."""
         if self._is_closed:
             return
         error = self._ending.error()

@@ -12,50 +12,50 @@ from typing import Any
 from clusterenv.cluster.flow import MESSAGE_BYTES
 from clusterenv.errors import ProtocolError
 from clusterenv.wire.frames import CONTROL_LIMIT
-from clusterenv.wire.messages import Rung
+from clusterenv.wire.messages import SteppedAll
 
 __all__ = ["Inbox", "size_of"]
 
 
 class Inbox:
-    def __init__(self, seats: int) -> None:
+    def __init__(self, shards: int) -> None:
         self._messages: deque[tuple[int, Any, list[Any]]] = deque()
-        self.open_bytes = [0] * seats
-        """Per seat: how many bytes the answers to its open requests may have."""
+        self.open_bytes = [0] * shards
+        """Per shard: how many bytes the answers to its open requests may have."""
         self._late_bytes: dict[int, int] = {}
-        # Two counters per seat instead of one: each is written by one thread only.
-        self._put_bytes = [0] * seats
-        self._read_bytes = [0] * seats
+        # Two counters per shard instead of one: each is written by one thread only.
+        self._put_bytes = [0] * shards
+        self._read_bytes = [0] * shards
 
     def __len__(self) -> int:
         return len(self._messages)
 
-    def limit(self, node: int, seats: Iterable[int]) -> int:
-        """Return how large a message of a node with these seats may be: as all its answers together."""
-        return CONTROL_LIMIT + self._late_bytes.get(node, 0) + sum(self.open_bytes[seat] for seat in seats)
+    def limit(self, node: int, shards: Iterable[int]) -> int:
+        """Return how large a message of a node with these shards may be: as all its answers together."""
+        return CONTROL_LIMIT + self._late_bytes.get(node, 0) + sum(self.open_bytes[shard] for shard in shards)
 
     def put(self, message: Any, frames: list[Any]) -> None:
         """Keep a message for the caller; ProtocolError where it is more than was asked for."""
-        seat, size = message.seat, size_of(message, frames)
-        waiting = self._put_bytes[seat] - self._read_bytes[seat] + size
+        shard, size = message.shard, size_of(message, frames)
+        waiting = self._put_bytes[shard] - self._read_bytes[shard] + size
         if waiting > CONTROL_LIMIT:
-            most = self.open_bytes[seat] + 2 * CONTROL_LIMIT
+            most = self.open_bytes[shard] + 2 * CONTROL_LIMIT
             if waiting > most:
                 raise ProtocolError(f"{waiting} bytes that are not read yet, where {most} are the most that make sense")
-        self._put_bytes[seat] += size
-        self._messages.append((seat, message, frames))
+        self._put_bytes[shard] += size
+        self._messages.append((shard, message, frames))
 
     def next(self) -> tuple[int, Any, list[Any]] | None:
-        """Return the oldest message: (seat, message, frames)."""
+        """Return the oldest message: (shard, message, frames)."""
         if not self._messages:
             return None
-        seat, message, frames = self._messages.popleft()
-        self._read_bytes[seat] += size_of(message, frames)
-        return seat, message, frames
+        shard, message, frames = self._messages.popleft()
+        self._read_bytes[shard] += size_of(message, frames)
+        return shard, message, frames
 
-    def left(self, node: int, seat: int) -> None:
-        """This node has to leave a seat: answers may be under way, and are still received."""
-        self._late_bytes[node] = max(self._late_bytes.get(node, 0), self.open_bytes[seat])
+    def left(self, node: int, shard: int) -> None:
+        """This node has to leave a shard: answers may be under way, and are still received."""
+        self._late_bytes[node] = max(self._late_bytes.get(node, 0), self.open_bytes[shard])
 
     def joined(self, node: int) -> None:
         """A new session of this node begins: nothing of an old one is under way."""
@@ -65,7 +65,7 @@ class Inbox:
 def size_of(message: Any, frames: Sequence[Any]) -> int:
     """Return about how much memory a message takes."""
     size = MESSAGE_BYTES + sum(map(len, frames))
-    if not isinstance(message, Rung):
+    if not isinstance(message, SteppedAll):
         for name in ("text", "reason", "tail", "slots", "progress"):
             size += len(getattr(message, name, ()))
     return size

@@ -1,6 +1,6 @@
 """What the workers of nodes printed, kept until the caller comes to show it: bounded, and what is dropped is counted.
 
-The head's listening thread puts messages in while the learner computes, maybe for hours; `RemoteCrew` takes them out.
+The head's listening thread puts messages in while the learner computes, maybe for hours; `RemoteExecutor` shows them.
 """
 
 from __future__ import annotations
@@ -33,4 +33,4 @@ class OutputQueue:
         if (last.worker == message.worker and not last.text) or len(self.messages) >= 2 * _MESSAGES:
             last.dropped += dropped
         else:
-            self.messages.append(Output(message.seat, message.worker, "", dropped))
+            self.messages.append(Output(message.shard, message.worker, "", dropped))

@@ -1,8 +1,8 @@
-"""Who is here, and which seats they have. Pure: events and a clock go in, instructions come out.
+"""Who is here, and which shards they have. Pure: events and a clock go in, instructions come out.
 
-A node is known by its number, which its key proves. Seat i belongs to node i; while that node is away, another may have
-it. A seat that is to change hands between nodes that are both here is *leaving*: whoever knows what is under way there
-says when (`release`). A session is one connection of one node: whatever comes of an older one is not listened to.
+A node is known by its number, which its key proves. Shard i belongs to node i; while that node is away, another may
+have it. A shard that is to change hands between nodes that are both here is *leaving*: whoever knows what is under way
+there says when (`release`). A session is one connection of one node: messages of an older one are ignored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-__all__ = ["Admit", "Dismiss", "NodeState", "Refuse", "Replace", "Roster", "Seated", "Unseated"]
+__all__ = ["Admit", "Dismiss", "NodeState", "Refuse", "Replace", "Roster", "ShardAssigned", "ShardUnassigned"]
 
 
 class NodeState(enum.Enum):
@@ -22,7 +22,7 @@ class NodeState(enum.Enum):
 
 
 class Admit(NamedTuple):
-    """Tell this node that it is in."""
+    """ToWorker this node that it is in."""
 
     node: int
     session: int
@@ -34,17 +34,17 @@ class Refuse(NamedTuple):
     final: bool
 
 
-class Seated(NamedTuple):
-    """This node has this seat from now on: host it there."""
+class ShardAssigned(NamedTuple):
+    """This node has this shard from now on: host it there."""
 
-    seat: int
+    shard: int
     node: int
 
 
-class Unseated(NamedTuple):
-    """Nobody has this seat any more: its workers are gone."""
+class ShardUnassigned(NamedTuple):
+    """Nobody has this shard any more: its workers are gone."""
 
-    seat: int
+    shard: int
     node: int
     reason: str
     is_there: bool
@@ -63,14 +63,14 @@ class Replace(NamedTuple):
 
 
 class Dismiss(NamedTuple):
-    """Tell this node that it is not needed any more, and the backend."""
+    """ToWorker this node that it is not needed any more, and the backend."""
 
     node: int
     is_unfit: bool = False
     """It cannot run the environments; otherwise, the run needs fewer nodes."""
 
 
-Instruction = Admit | Refuse | Seated | Unseated | Replace | Dismiss
+Instruction = Admit | Refuse | ShardAssigned | ShardUnassigned | Replace | Dismiss
 
 _ASK_AGAIN_S = 5.0
 _ASK_MOST_S = 60.0
@@ -91,18 +91,18 @@ class _Node:
     instance: str = ""
     session: int = 0
     heard_at: float = 0.0
-    seats: set[int] = field(default_factory=set)
+    shards: set[int] = field(default_factory=set)
     history: list[str] = field(default_factory=list)
     asked: int = 0  # how often it was asked for again since it was last here
     asked_at: float | None = None
 
 
 class Roster:
-    """`nodes` nodes with a seat each, of which the first `invited` take part; `scale` changes that.
+    """`nodes` nodes with a shard each, of which the first `invited` take part; `scale` changes that.
 
     Args:
         dead_after_s: a node that says nothing for so long is gone.
-        move_after_s: a seat that is empty for so long goes to another node, if there is one; None: never.
+        move_after_s: a shard that is empty for so long goes to another node, if there is one; None: never.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class Roster:
         self._dead_after_s = dead_after_s
         self._move_after_s = move_after_s
         self._sessions = 0
-        self._holder: dict[int, int] = {}  # seat → node
-        self._empty_since: dict[int, float] = dict.fromkeys(range(nodes), 0.0)  # seat → when
+        self._holder: dict[int, int] = {}  # shard → node
+        self._empty_since: dict[int, float] = dict.fromkeys(range(nodes), 0.0)  # shard → when
         self._was_seated: set[int] = set()
 
     # -- looking ----------------------------------------------------------------------------------------------
@@ -125,13 +125,13 @@ class Roster:
     def session(self, node: int) -> int:
         return self._nodes[node].session
 
-    def holder(self, seat: int) -> int | None:
-        """Who has this seat."""
-        return self._holder.get(seat)
+    def holder(self, shard: int) -> int | None:
+        """Who has this shard."""
+        return self._holder.get(shard)
 
-    def seats(self, node: int) -> frozenset[int]:
-        """The seats that this node has."""
-        return frozenset(self._nodes[node].seats)
+    def shards(self, node: int) -> frozenset[int]:
+        """The shards that this node has."""
+        return frozenset(self._nodes[node].shards)
 
     def history(self, node: int) -> list[str]:
         return list(self._nodes[node].history)
@@ -140,8 +140,8 @@ class Roster:
     def leaving(self) -> frozenset[int]:
         """Seats that are to change hands as soon as it costs no work: their own node is here, or is not to be."""
         here = self._here()
-        away = {seat for seat, holder in self._holder.items() if holder not in self._invited}
-        home = {seat for seat, holder in self._holder.items() if holder != seat and seat in here}
+        away = {shard for shard, holder in self._holder.items() if holder not in self._invited}
+        home = {shard for shard, holder in self._holder.items() if holder != shard and shard in here}
         return frozenset(away | home if here else ())
 
     @property
@@ -181,7 +181,7 @@ class Roster:
                 if now - node.heard_at < self._dead_after_s / 2:
                     return [Refuse(number, f"node {number} is here already, with the same key", True)]
                 return [Refuse(number, f"node {number} was here a moment ago; come again", False)]
-            done += self._unseat(node, number, "it came back with a new connection", now)
+            done += self._unassign(node, number, "it came back with a new connection", now)
         self._move(node, "hello", "joined")
         self._sessions += 1
         node.instance, node.session, node.heard_at, node.asked = instance, self._sessions, now, 0
@@ -203,7 +203,7 @@ class Roster:
             if node.state is not NodeState.ACTIVE:
                 return []
             self._move(node, "gone", reason)
-            return [*self._unseat(node, number, reason, now), Dismiss(number), *self._place(now)]
+            return [*self._unassign(node, number, reason, now), Dismiss(number), *self._place(now)]
         if node.state is not NodeState.ACTIVE:
             if node.asked_at is None:  # not at once: whoever waits for it sees its end, and may give the start up
                 node.asked_at = now
@@ -214,15 +214,15 @@ class Roster:
             return [Replace(number, reason, "node_asked_again")]
         self._move(node, "gone", reason)
         node.asked_at = now
-        return [*self._unseat(node, number, reason, now), Replace(number, reason), *self._place(now)]
+        return [*self._unassign(node, number, reason, now), Replace(number, reason), *self._place(now)]
 
     def unfit(self, number: int, reason: str, now: float) -> list[Instruction]:
-        """It cannot run the environments: its seats go to others at once, and it is not asked for again."""
+        """It cannot run the environments: its shards go to others at once, and it is not asked for again."""
         node = self._nodes[number]
         if node.state is not NodeState.ACTIVE:
             return []
         self._move(node, "unfit", reason)
-        return [*self._unseat(node, number, reason, now), Dismiss(number, is_unfit=True), *self._place(now)]
+        return [*self._unassign(node, number, reason, now), Dismiss(number, is_unfit=True), *self._place(now)]
 
     def tick(self, now: float, listening_since: float) -> list[Instruction]:
         """Time passes. Silence counts only while the head itself was listening."""
@@ -234,7 +234,7 @@ class Roster:
         return done + self._place(now)
 
     def scale(self, nodes: int, now: float) -> list[Instruction]:
-        """From now on the first so many take part; of the others, each goes when its last seat has left."""
+        """From now on the first so many take part; of the others, each goes when its last shard has left."""
         before, self._invited = self._invited, range(nodes)
         done: list[Instruction] = []
         for number in before[nodes:]:
@@ -245,26 +245,26 @@ class Roster:
                 done.append(Replace(number, "the run needs more nodes", "node_invited"))
         return done + self._place(now)
 
-    def release(self, seat: int) -> list[Instruction]:
-        """Nothing is under way at this seat, which is leaving: now it does."""
-        if seat not in self.leaving:
+    def release(self, shard: int) -> list[Instruction]:
+        """Nothing is under way at this shard, which is leaving: now it does."""
+        if shard not in self.leaving:
             return []
-        here, number = self._here(), self._holder.pop(seat)
-        self._nodes[number].seats.discard(seat)
-        to = seat if seat in here else self._least(here)
-        reason = f"node {seat} is here" if to == seat else "the run needs fewer nodes"
-        done: list[Instruction] = [Unseated(seat, number, reason, True, is_moved=True), self._seat(seat, to)]
+        here, number = self._here(), self._holder.pop(shard)
+        self._nodes[number].shards.discard(shard)
+        to = shard if shard in here else self._least(here)
+        reason = f"node {shard} is here" if to == shard else "the run needs fewer nodes"
+        done: list[Instruction] = [ShardUnassigned(shard, number, reason, True, is_moved=True), self._shard(shard, to)]
         return done if number in self._invited else done + self._dismiss(number)
 
     def share_out(self, now: float) -> list[Instruction]:
-        """The run begins. Every seat to somebody who is here, also those whose own nodes have never come."""
+        """The run begins. Every shard to somebody who is here, also those whose own nodes have never come."""
         done = self._place(now)
         for number in self.missing:
             if self._nodes[number].state is NodeState.AWAITED:
                 self._want(number, now)
         here = self._here()
         if here:
-            done += [self._seat(seat, self._least(here)) for seat in sorted(self._empty_since)]
+            done += [self._shard(shard, self._least(here)) for shard in sorted(self._empty_since)]
         return done
 
     # -- inside -----------------------------------------------------------------------------------------------
@@ -285,47 +285,47 @@ class Roster:
         node.state, node.asked, node.asked_at = NodeState.LOST, 0, now
 
     def _dismiss(self, number: int) -> list[Instruction]:
-        """A node that is not wanted any more, unless it still has a seat."""
+        """A node that is not wanted any more, unless it still has a shard."""
         node = self._nodes[number]
-        if node.seats:
+        if node.shards:
             return []
         if node.state is NodeState.ACTIVE:
             self._move(node, "gone", "scaled down")
         return [Dismiss(number)]
 
-    def _unseat(self, node: _Node, number: int, reason: str, now: float) -> list[Instruction]:
-        seats, node.seats = sorted(node.seats), set()
-        for seat in seats:
-            del self._holder[seat]
-        self._empty_since.update(dict.fromkeys(seats, now))
-        return [Unseated(seat, number, reason, False) for seat in seats]
+    def _unassign(self, node: _Node, number: int, reason: str, now: float) -> list[Instruction]:
+        shards, node.shards = sorted(node.shards), set()
+        for shard in shards:
+            del self._holder[shard]
+        self._empty_since.update(dict.fromkeys(shards, now))
+        return [ShardUnassigned(shard, number, reason, False) for shard in shards]
 
     def _place(self, now: float) -> list[Instruction]:
-        """Every empty seat to its own node if it is here; else, after a while, to whoever has fewest."""
+        """Every empty shard to its own node if it is here; else, after a while, to whoever has fewest."""
         done: list[Instruction] = []
         here = self._here()
-        for seat in sorted(self._empty_since):
-            if seat in here:
-                done.append(self._seat(seat, seat))
-            elif here and self._may_move(seat, now):
-                done.append(self._seat(seat, self._least(here)))
+        for shard in sorted(self._empty_since):
+            if shard in here:
+                done.append(self._shard(shard, shard))
+            elif here and self._may_move(shard, now):
+                done.append(self._shard(shard, self._least(here)))
         return done
 
     def _least(self, here: list[int]) -> int:
-        return min(here, key=lambda i: (len(self._nodes[i].seats), i))
+        return min(here, key=lambda i: (len(self._nodes[i].shards), i))
 
-    def _may_move(self, seat: int, now: float) -> bool:
-        if seat not in self._was_seated:
+    def _may_move(self, shard: int, now: float) -> bool:
+        if shard not in self._was_seated:
             return False
-        if seat not in self._invited or self._nodes[seat].state is NodeState.UNFIT:
+        if shard not in self._invited or self._nodes[shard].state is NodeState.UNFIT:
             return True
         if self._move_after_s is None:
             return False
-        return now - self._empty_since[seat] >= self._move_after_s
+        return now - self._empty_since[shard] >= self._move_after_s
 
-    def _seat(self, seat: int, node: int) -> Seated:
-        self._nodes[node].seats.add(seat)
-        self._holder[seat] = node
-        self._empty_since.pop(seat, None)
-        self._was_seated.add(seat)
-        return Seated(seat, node)
+    def _shard(self, shard: int, node: int) -> ShardAssigned:
+        self._nodes[node].shards.add(shard)
+        self._holder[shard] = node
+        self._empty_since.pop(shard, None)
+        self._was_seated.add(shard)
+        return ShardAssigned(shard, node)

@@ -174,14 +174,16 @@ class Collecting:
         """Ask every worker, all of which are ready, for its share of the episodes."""
         state, requests, workers = self._state, [], len(self._state.workers)
         plain = {name: float(np.mean(value)) for name, value in knobs.items()}
-        lives = state.incarnations
+        incarnations = state.incarnations
         for worker in state.workers:
             self.prepare(worker.index, now_s)
             mine = list(range(episodes))[worker.index :: workers]
             if mine:
-                stickies = [lives.stickies[slot] for slot in worker.slots]
+                stickies = [incarnations.stickies[slot] for slot in worker.slots]
                 number = state.requests.next_number()
-                message = Evaluate(number, mine, seed, deterministic, record, plain, stickies, lives.stickies_epoch)
+                message = Evaluate(
+                    number, mine, seed, deterministic, record, plain, stickies, incarnations.stickies_epoch
+                )
                 requests.append(state.ask(worker.index, Kind.CALL, worker.slots, message, now_s))
         return requests
 

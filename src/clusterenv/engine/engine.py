@@ -189,7 +189,7 @@ class Engine:
             self.failures.env_failed(worker, fault, in_fragment, now_s)
 
     def _rebuilt(self, reply: Reply) -> None:
-        self.state.rows.take_objects(reply)
+        self.state.rows.add_objects(reply)
         failed = {fault.slot for fault in reply.faults}
         for slot in reply.slots:
             if slot not in failed:
@@ -206,7 +206,7 @@ class Engine:
             return
         failed = {fault.slot for fault in reply.faults}
         rows.mark_ready([slot for slot in reply.slots if slot not in failed] if failed else reply.slots)
-        rows.take_rows(reply)
+        rows.add_rows(reply)
 
     # -- the passing of time ----------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ class Failures:
             index,
             PHASES[phase] if at_fault is not None else None,
             None,
-            state.incarnations.incarnations[slot] if at_fault is not None else None,
+            state.incarnations.numbers[slot] if at_fault is not None else None,
             None,
             exit.tail,
         )
@@ -141,15 +141,15 @@ class Failures:
                 self._rebuild(worker.index, worker.slots if state.is_vector else due, now_s)
 
     def _rebuild(self, worker: int, slots: list[int], now_s: float) -> None:
-        state, lives = self._state, self._state.incarnations
+        state, incarnations = self._state, self._state.incarnations
         assert not state.rows.has_row(slots), f"slots {slots} have rows that were not delivered"
         seeds: list[int | None] = []
         options = None
         for slot in slots:
-            lives.incarnations[slot] += 1
+            incarnations.numbers[slot] += 1
             seed, options = state.rows.resetting.get(slot, (None, None))
-            seeds.append(lives.seed(slot) if seed is None else seed)
-        stickies = [lives.stickies[slot] for slot in slots]
+            seeds.append(incarnations.seed(slot) if seed is None else seed)
+        stickies = [incarnations.stickies[slot] for slot in slots]
         state.slots.rebuild(slots)
         number = state.requests.next_number()
         message = Rebuild(number, slots, state.incarnations_of(slots), seeds, options, stickies)
@@ -158,7 +158,7 @@ class Failures:
     def rebuilt(self, slot: int, columns: Columns) -> None:
         """The next incarnation of a slot is there; its first row lies on the undelivered side."""
         state = self._state
-        event = Event("env_rebuilt", "started again", (slot,), incarnation=state.incarnations.incarnations[slot])
+        event = Event("env_rebuilt", "started again", (slot,), incarnation=state.incarnations.numbers[slot])
         state.events.add(event, level=logging.DEBUG)
         if state.rows.awaited[slot] and not state.rows.ready[slot]:
             state.rows.first_row(slot, columns, state.slots.rebuilt(slot))

@@ -156,14 +156,14 @@ class Fragments:
 
     # -- taking -----------------------------------------------------------------------------------------------
 
-    def take_rollout(self) -> list[Fragment]:
+    def pop_rollout(self) -> list[Fragment]:
         """Return the fragments of a rollout that has arrived, by worker."""
         taken = list(self)
         assert all(fragment.state is FragmentState.ARRIVED for fragment in taken)
         self._clear()
         return taken
 
-    def take_next(self) -> Fragment | None:
+    def pop_next(self) -> Fragment | None:
         """Return the next fragment of a stream, in the order of arrival. It stays where it is until `release`."""
         if not self._arrived:
             return None

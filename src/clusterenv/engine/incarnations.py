@@ -10,13 +10,13 @@ import numpy as np
 
 from clusterenv.wire.requests import Sticky
 
-__all__ = ["Lives"]
+__all__ = ["Incarnations"]
 
 
-class Lives:
+class Incarnations:
     def __init__(self, num_envs: int) -> None:
         self._bases: list[int] = [secrets.randbits(128)] * num_envs
-        self.incarnations = [0] * num_envs
+        self.numbers = [0] * num_envs
         self.stickies: list[list[Sticky]] = [[] for _ in range(num_envs)]
         self.stickies_epoch = 0
         """Changes with `stickies`."""
@@ -27,7 +27,7 @@ class Lives:
 
     def seed(self, slot: int) -> int:
         """Of the slot's present incarnation."""
-        sequence = np.random.SeedSequence((abs(self._bases[slot]), slot, self.incarnations[slot]))
+        sequence = np.random.SeedSequence((abs(self._bases[slot]), slot, self.numbers[slot]))
         return int(sequence.generate_state(1, np.uint32)[0] >> 1)
 
     def remember_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], slots: Iterable[int]) -> None:
@@ -44,12 +44,12 @@ class Lives:
     def state_dict(self) -> dict[str, Any]:
         return {
             "seed_base": list(self._bases),
-            "incarnations": list(self.incarnations),
+            "incarnations": list(self.numbers),
             "stickies": [[tuple(sticky) for sticky in stickies] for stickies in self.stickies],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._bases = list(state["seed_base"])
-        self.incarnations = list(state["incarnations"])
+        self.numbers = list(state["incarnations"])
         self.stickies_epoch += 1
         self.stickies = [[Sticky(*sticky) for sticky in stickies] for stickies in state["stickies"]]

@@ -116,13 +116,13 @@ class Delivery:
         self.awaited[slot] = self.started[slot] = False
         self.resetting.pop(slot, None)
 
-    def take_rows(self, reply: Reply) -> None:
+    def add_rows(self, reply: Reply) -> None:
         """What lies beside the shared memory."""
-        self.take_objects(reply)
+        self.add_objects(reply)
         if reply.infos:
             self._columns.append(reply.infos)
 
-    def take_objects(self, reply: Reply) -> None:
+    def add_objects(self, reply: Reply) -> None:
         self._next_objects.update(reply.objects or ())
 
     def report_loss(self, slot: int, loss: Loss) -> None:

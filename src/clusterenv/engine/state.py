@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from clusterenv.engine.incarnations import Lives
+from clusterenv.engine.incarnations import Incarnations
 from clusterenv.engine.instructions import Instruction, Send
 from clusterenv.engine.requests import Kind, Request, Requests
 from clusterenv.engine.rows import Delivery
@@ -24,7 +24,7 @@ class State:
     slots: Slots
     rows: Delivery
     requests: Requests
-    incarnations: Lives
+    incarnations: Incarnations
     weights: WeightLedger
     events: EventLog
     is_vector: bool
@@ -45,4 +45,4 @@ class State:
         self.out.append(Send(worker, message, None))
 
     def incarnations_of(self, slots: list[int]) -> list[int]:
-        return [self.incarnations.incarnations[slot] for slot in slots]
+        return [self.incarnations.numbers[slot] for slot in slots]

@@ -12,7 +12,7 @@ import numpy as np
 
 from clusterenv.rollout import Rollout
 
-__all__ = ["Tally"]
+__all__ = ["Counters"]
 
 _RECENT_EPISODES = 100
 _RECENT_BATCHES = 32
@@ -31,7 +31,7 @@ class _Batch(NamedTuple):
     policy_s: Any  # [W]
 
 
-class Tally:
+class Counters:
     def __init__(self, workers: int) -> None:
         self.counts = dict.fromkeys(COUNTED, 0)
         self.collecting_s = 0.0  # while workers were at it; in a stream also while the learner worked

@@ -1,8 +1,8 @@
 """The contract between the driver and whoever does its I/O: workers that are started, asked, and heard.
 
-`ProcessCrew` has them on this machine, `InlineCrew` in this process, `RemoteCrew` on the machines of a cluster. The
-driver reads and writes one block of memory for rows and one for fragments; that workers elsewhere see the same is the
-executor's business. What only some executors can do stands in contracts of their own: `Processes`, `Nodes`.
+`ProcessExecutor` has them on this machine, `InlineExecutor` in this process, `RemoteExecutor` on the machines of a
+cluster. The driver reads and writes one block of memory for rows and one for fragments; the executor sees to it that
+workers elsewhere see the same. What only some executors can do stands in contracts of its own: `Processes`, `Nodes`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Layout
 from clusterenv.wire.requests import Reply
 
-__all__ = ["Crew", "Nodes", "Printed", "Processes", "is_plain"]
+__all__ = ["Executor", "Nodes", "Printed", "Processes", "is_plain"]
 
 
 class Printed(NamedTuple):
@@ -26,7 +26,7 @@ class Printed(NamedTuple):
     """Lines before these that were dropped, because nobody read them in time."""
 
 
-class Crew(Protocol):
+class Executor(Protocol):
     @property
     def processes(self) -> Processes | None:
         """Workers as processes that can be watched and ended; None where the caller's process is the worker."""

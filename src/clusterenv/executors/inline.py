@@ -1,6 +1,6 @@
 """The calling process as its own worker (`Local(workers=0)`): for a breakpoint in environment code.
 
-Same face as `ProcessCrew`; requests are carried out at once, and no timeout ends a debugging session.
+Same face as `ProcessExecutor`; requests are carried out at once, and no timeout ends a debugging session.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from clusterenv.system import interrupts
 from clusterenv.wire.requests import Close, Reply
 from clusterenv.worker.dispatch import Dispatcher
 
-__all__ = ["InlineCrew"]
+__all__ = ["InlineExecutor"]
 
 
 class _Own:
@@ -45,7 +45,7 @@ class _Own:
     arena: mmap.mmap
 
 
-class InlineCrew:
+class InlineExecutor:
     processes = None
     nodes = None
 

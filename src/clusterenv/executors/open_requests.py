@@ -16,7 +16,7 @@ from clusterenv.errors import ProtocolError
 from clusterenv.memory.fragments import Arena, ArenaLayout
 from clusterenv.memory.rows import Buffers, Layout
 from clusterenv.memory.transfer import Block, write_fragment, write_rows
-from clusterenv.wire.messages import Answer, Rung
+from clusterenv.wire.messages import Answer, SteppedAll
 
 __all__ = ["OpenRequests"]
 
@@ -27,8 +27,8 @@ Replies = list[tuple[int, Any]]
 class OpenRequests:
     """
     Args:
-        workers: of each seat.
-        open_bytes: per seat, kept here: how much the answers may have.
+        workers: of each shard.
+        open_bytes: per shard, kept here: how much the answers may have.
     """
 
     def __init__(
@@ -36,15 +36,15 @@ class OpenRequests:
     ) -> None:
         self._slots_of = slots_of
         self._workers = workers
-        self._seat_of = {worker: seat for seat, its in enumerate(workers) for worker in its}
+        self._shard_of = {worker: shard for shard, its in enumerate(workers) for worker in its}
         self._open_bytes = open_bytes
         self._is_vector = is_vector
         self._known = [Known(slots, is_vector=is_vector) for slots in slots_of]
         self._open: list[dict[int, tuple[Request, int]]] = [{} for _ in slots_of]  # by number, with its limit
-        self._steps: dict[int, int] = {}  # seat → the whole step that all its workers were asked for
+        self._steps: dict[int, int] = {}  # shard → the whole step that all its workers were asked for
         self._step_bytes: list[int] = [0] * len(workers)
         self.buffers: Buffers | None = None
-        self._blocks: list[Block] = []  # per seat
+        self._blocks: list[Block] = []  # per shard
         self._arena: Arena | None = None
 
     # -- memory -----------------------------------------------------------------------------------------------
@@ -64,9 +64,9 @@ class OpenRequests:
         self._known = [known._replace(fragments=layout) for known in self._known]
         return memory
 
-    def read_inputs(self, seat: int) -> bytes:
-        """Return what the workers of a seat need for a whole step: sides and actions."""
-        return self._blocks[seat].read_inputs()
+    def read_inputs(self, shard: int) -> bytes:
+        """Return what the workers of a shard need for a whole step: sides and actions."""
+        return self._blocks[shard].read_inputs()
 
     def free(self) -> None:
         self.buffers = self._arena = None
@@ -77,60 +77,62 @@ class OpenRequests:
     def open(self, request: Request) -> None:
         limit = limit_bytes(request, self._known[request.worker])
         self._open[request.worker][request.number] = (request, limit)
-        self._open_bytes[self._seat_of[request.worker]] += limit
+        self._open_bytes[self._shard_of[request.worker]] += limit
 
-    def open_step(self, seat: int, number: int, running: set[int]) -> None:
-        """The workers of a seat that are running are asked for a whole step."""
-        if running.issuperset(self._workers[seat]):
-            self._steps[seat] = number
-            self._open_bytes[seat] += self._step_bytes[seat]
+    def open_step(self, shard: int, number: int, running: set[int]) -> None:
+        """The workers of a shard that are running are asked for a whole step."""
+        if running.issuperset(self._workers[shard]):
+            self._steps[shard] = number
+            self._open_bytes[shard] += self._step_bytes[shard]
         else:
-            for worker in running.intersection(self._workers[seat]):
+            for worker in running.intersection(self._workers[shard]):
                 self.open(self._step(worker, number))
 
     def exited(self, worker: int) -> None:
-        """Its process is gone, and with it what it was asked. The others of its seat answer a whole step one by one."""
-        self._divide_step(self._seat_of[worker])
+        """Its process is gone, and with it what it was asked. The others of its shard answer a step one by one."""
+        self._divide_step(self._shard_of[worker])
         for number in list(self._open[worker]):
             self._close(worker, number)
 
-    def busy_seats(self) -> set[int]:
-        """Return the seats with a request that a move would lose for good; a step under way is not one."""
+    def busy_shards(self) -> set[int]:
+        """Return the shards with a request that a move would lose for good; a step under way is not one."""
         return {
-            self._seat_of[worker]
+            self._shard_of[worker]
             for worker, requests in enumerate(self._open)
             if any(request.brings != "rows" for request, _ in requests.values())
         }
 
     # -- answers ----------------------------------------------------------------------------------------------
 
-    def take_step(self, seat: int, rung: Rung, frames: list[Any]) -> Replies | None:
-        """Take the answer of a whole seat; None where no such step is open."""
-        if self._steps.get(seat) != rung.request:
+    def close_step(self, shard: int, stepped: SteppedAll, frames: list[Any]) -> Replies | None:
+        """Take the answer of a whole shard; None where no such step is open."""
+        if self._steps.get(shard) != stepped.request:
             return None
-        workers = self._workers[seat]
-        if len(frames) != 1 + len(rung.workers):
+        workers = self._workers[shard]
+        if len(frames) != 1 + len(stepped.workers):
             raise ProtocolError("a whole step with frames missing")
         replies: dict[int, Any] = {}
-        if rung.workers:
-            if len(set(rung.workers)) < len(rung.workers) or not set(rung.workers) <= set(workers):
-                raise ProtocolError(f"a whole step of workers {list(rung.workers)}, where seat {seat} has {workers}")
+        if stepped.workers:
+            if len(set(stepped.workers)) < len(stepped.workers) or not set(stepped.workers) <= set(workers):
+                raise ProtocolError(
+                    f"a whole step of workers {list(stepped.workers)}, where shard {shard} has {workers}"
+                )
             replies = {
-                worker: check_step(self._step(worker, rung.request), self._known[worker], body)
-                for worker, body in zip(rung.workers, frames[1:], strict=True)
+                worker: check_step(self._step(worker, stepped.request), self._known[worker], body)
+                for worker, body in zip(stepped.workers, frames[1:], strict=True)
             }
         elif self._known[workers[0]].num_objects:
             raise ProtocolError("a whole step without the observations of spaces that have no fixed size")
-        self._blocks[seat].write_rows(frames[0])
-        del self._steps[seat]
-        self._open_bytes[seat] -= self._step_bytes[seat]
-        return [(worker, replies.get(worker, rung.request)) for worker in workers]
+        self._blocks[shard].write_rows(frames[0])
+        del self._steps[shard]
+        self._open_bytes[shard] -= self._step_bytes[shard]
+        return [(worker, replies.get(worker, stepped.request)) for worker in workers]
 
     def take(self, answer: Answer, frames: list[Any]) -> Replies | None:
         """Take the answer of a worker, or a part of it; None where no such request is open."""
         worker, number = answer.worker, answer.request
-        if self._steps.get(self._seat_of[worker]) == number:
-            self._divide_step(self._seat_of[worker])
+        if self._steps.get(self._shard_of[worker]) == number:
+            self._divide_step(self._shard_of[worker])
         request, _ = self._open[worker].get(number, (None, 0))
         if request is None:
             return None
@@ -151,14 +153,14 @@ class OpenRequests:
 
     def _close(self, worker: int, number: int) -> None:
         _, limit = self._open[worker].pop(number)
-        self._open_bytes[self._seat_of[worker]] -= limit
+        self._open_bytes[self._shard_of[worker]] -= limit
 
-    def _divide_step(self, seat: int) -> None:
-        """Workers of a seat answer a whole step one by one: its usual form is a single answer for all of them."""
-        number = self._steps.pop(seat, None)
+    def _divide_step(self, shard: int) -> None:
+        """Workers of a shard answer a whole step one by one: its usual form is a single answer for all of them."""
+        number = self._steps.pop(shard, None)
         if number is not None:
-            self._open_bytes[seat] -= self._step_bytes[seat]
-            for worker in self._workers[seat]:
+            self._open_bytes[shard] -= self._step_bytes[shard]
+            for worker in self._workers[shard]:
                 self.open(self._step(worker, number))
 
     def _step(self, worker: int, number: int) -> Request:

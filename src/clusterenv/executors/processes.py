@@ -17,10 +17,10 @@ from clusterenv.system import interrupts
 from clusterenv.wire.channel import encode
 from clusterenv.worker.setup import WorkerConfig
 
-__all__ = ["ProcessCrew", "write_weights"]
+__all__ = ["ProcessExecutor", "write_weights"]
 
 
-class ProcessCrew(WorkerProcesses):
+class ProcessExecutor(WorkerProcesses):
     nodes = None
 
     def __init__(self, blueprint: Blueprint, slots_of: list[list[int]], config: WorkerConfig) -> None:

@@ -1,7 +1,7 @@
-"""Workers on other machines, with the face of local ones: the pool does not know the difference.
+"""Workers on other machines, with the face of local ones: the driver does not know the difference.
 
-The pool reads and writes rows and fragments in memory of this process; every request takes along what its worker has to
-know of it, every answer brings back what the worker wrote. Weights are pulled by each machine once.
+The driver reads and writes rows and fragments in memory of this process; every request takes along what its worker has
+to know of it, every answer brings back what the worker wrote. Weights are pulled by each machine once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from clusterenv.cluster.head import Head
-from clusterenv.cluster.roster import Seated, Unseated
+from clusterenv.cluster.roster import ShardAssigned, ShardUnassigned
 from clusterenv.code.missing import missing_package
 from clusterenv.code.packages import pack
 from clusterenv.engine.inputs import Cause, Exit, Placed, Stack, WeightsHeld, WeightsRefused, WeightsSent
@@ -36,27 +36,27 @@ from clusterenv.system import interrupts
 from clusterenv.wire.channel import encode, encode_named
 from clusterenv.wire.messages import (
     Answer,
+    AssignShard,
     Code,
     Exited,
     Failed,
     Fragments,
-    Host,
     Kill,
     Lacks,
     Offer,
     Pull,
-    Ring,
     Rows,
-    Rung,
     StackTrace,
     Start,
-    Tell,
+    StepAll,
+    SteppedAll,
+    ToWorker,
     TraceStack,
 )
 from clusterenv.wire.requests import Close, LoadWeights, Rebuild, Reset, RunFragment, Step
 from clusterenv.worker.setup import WorkerConfig
 
-__all__ = ["RemoteCrew", "inputs_of", "tell_of"]
+__all__ = ["RemoteExecutor", "inputs_of", "to_worker_of"]
 
 _STEP_S = 0.25
 """How long a whole step is awaited before hangs are looked for."""
@@ -64,17 +64,17 @@ _SCHEDULER_S = 3.0
 """What a scheduler gets on top of `close`'s timeout: 8 s of the 10 that a user waits at most."""
 
 
-def tell_of(message: Any, seat: int, worker: int, slots: list[int]) -> Tell:
+def to_worker_of(message: Any, shard: int, worker: int, slots: list[int]) -> ToWorker:
     """How a message to a worker with these slots travels, and whose sides (and actions) go with it."""
     request = getattr(message, "request", None) or 0
     if isinstance(message, (Step, Reset, Rebuild)):
         actions = isinstance(message, Step) and message.actions is None and message.act is None
-        return Tell(seat, worker, request, tuple(message.slots), actions)
+        return ToWorker(shard, worker, request, tuple(message.slots), actions)
     weights = message.number if isinstance(message, LoadWeights) else 0
-    return Tell(seat, worker, request, tuple(slots) if isinstance(message, RunFragment) else (), False, weights)
+    return ToWorker(shard, worker, request, tuple(slots) if isinstance(message, RunFragment) else (), False, weights)
 
 
-def inputs_of(tell: Tell, buffers: Buffers | None) -> list[bytes]:
+def inputs_of(tell: ToWorker, buffers: Buffers | None) -> list[bytes]:
     """What the worker reads of the rows to do it."""
     return [read_inputs(buffers, tell.slots, tell.actions)] if tell.slots and buffers is not None else []
 
@@ -85,13 +85,13 @@ def _pulled(pull: Pull, sent: int, now: float) -> WeightsSent | WeightsHeld | We
     return WeightsHeld(pull.weights, now) if pull.size == 0 else WeightsRefused(pull.weights)
 
 
-class RemoteCrew:
+class RemoteExecutor:
     def __init__(
         self,
         head: Head,
         blueprint: Blueprint,
         slots_of: list[list[int]],
-        seat_of: list[int],
+        shard_of: list[int],
         config: WorkerConfig,
         stop: Any = None,
     ) -> None:
@@ -100,13 +100,13 @@ class RemoteCrew:
         self._packages = {package.wanted.name: package for package in blueprint.packages}
         self._encode = encode_named if blueprint.is_named else encode
         self._slots_of = slots_of
-        self._seat_of = seat_of
-        self._workers = [[w for w, at in enumerate(seat_of) if at == seat] for seat in range(max(seat_of) + 1)]
+        self._shard_of = shard_of
+        self._workers = [[w for w, at in enumerate(shard_of) if at == shard] for shard in range(max(shard_of) + 1)]
         spec = blueprint.spec
         entry = spec.entry_point if spec is not None else None
         self._hosts = [
-            Host(
-                seat,
+            AssignShard(
+                shard,
                 tuple((w, tuple(slots_of[w])) for w in workers),
                 blueprint.num_envs,
                 entry if isinstance(entry, str) else None,
@@ -118,13 +118,13 @@ class RemoteCrew:
                 blueprint.is_named,
                 tuple(package.wanted for package in blueprint.packages),
             )
-            for seat, workers in enumerate(self._workers)
+            for shard, workers in enumerate(self._workers)
         ]
         self._stop = stop
         self._owner = os.getpid()
-        self._seated = {seat for seat in range(len(self._workers)) if head.roster.holder(seat) is not None}
+        self._placed = {shard for shard in range(len(self._workers)) if head.roster.holder(shard) is not None}
         self._hosted: set[int] = set()
-        self._may_lack: set[int] = set()  # may still ask for packages: once after each `Host`
+        self._may_lack: set[int] = set()  # may still ask for packages: once after each `AssignShard`
         self._running: set[int] = set()
         self._requests = OpenRequests(slots_of, self._workers, blueprint.is_vector, head.inbox.open_bytes)
         self._summed = (b"", 0)  # weights, and their checksum
@@ -132,8 +132,8 @@ class RemoteCrew:
         self._events: list[tuple[int, Any]] = []
         self._output = OutputLog(slots_of)
         interrupts.environments_opened(self)
-        head.seat_events.clear()  # those before this moment are in `_seated`
-        head.expect_workers(seat_of, len(PHASES))
+        head.shard_events.clear()  # those before this moment are in `_placed`
+        head.expect_workers(shard_of, len(PHASES))
 
     # -- starting ---------------------------------------------------------------------------------------------
 
@@ -146,20 +146,20 @@ class RemoteCrew:
         return self
 
     def can_start(self, index: int) -> bool:
-        return self._seat_of[index] in self._seated
+        return self._shard_of[index] in self._placed
 
     def start(self, index: int) -> None:
-        seat = self._seat_of[index]
-        if seat not in self._hosted:
-            self._hosted.add(seat)
-            node = self._head.roster.holder(seat)
+        shard = self._shard_of[index]
+        if shard not in self._hosted:
+            self._hosted.add(shard)
+            node = self._head.roster.holder(shard)
             if node is not None:
-                self._events.append((-1, Placed(seat, node, self._head.roster.session(node))))
-            self._head.send(seat, self._hosts[seat], [self._payload])
-            self._may_lack.add(seat)
+                self._events.append((-1, Placed(shard, node, self._head.roster.session(node))))
+            self._head.send(shard, self._hosts[shard], [self._payload])
+            self._may_lack.add(shard)
             for kind, layout in self._layouts:
-                self._head.send(seat, kind(seat), [layout])
-        self._head.send(seat, Start(seat, index))
+                self._head.send(shard, kind(shard), [layout])
+        self._head.send(shard, Start(shard, index))
         self._running.add(index)
 
     def allocate(self, layout: Layout) -> bytearray:
@@ -175,8 +175,8 @@ class RemoteCrew:
     def _announce(self, kind: Any, layout: Any) -> None:
         data = msgspec.msgpack.encode(layout)
         self._layouts = [entry for entry in self._layouts if entry[0] is not kind] + [(kind, data)]
-        for seat in self._hosted:
-            self._head.send(seat, kind(seat), [data])
+        for shard in self._hosted:
+            self._head.send(shard, kind(shard), [data])
 
     def put_weights(self, transfer: Transfer) -> bool:
         weights, data = transfer.weights, transfer.data
@@ -197,26 +197,26 @@ class RemoteCrew:
     # -- messages ---------------------------------------------------------------------------------------------
 
     def send(self, index: int, message: Any, request: Request | None = None) -> None:
-        seat = self._seat_of[index]
+        shard = self._shard_of[index]
         body = self._encode(message)  # first: what cannot travel must not be waited for
         if index not in self._running:
             return  # its `Exit` was handed out already, and settles what was asked of it
         if isinstance(message, Close):
-            return  # a node closes its seats itself
+            return  # a node closes its shards itself
         if request is not None:
             self._requests.open(request)
-        tell = tell_of(message, seat, index, self._slots_of[index])
-        self._head.send(seat, tell, [body, *inputs_of(tell, self._requests.buffers)])
+        tell = to_worker_of(message, shard, index, self._slots_of[index])
+        self._head.send(shard, tell, [body, *inputs_of(tell, self._requests.buffers)])
 
-    def _ring(self, request: int) -> None:
-        for seat in self._hosted & self._seated:
-            self._requests.open_step(seat, request, self._running)
-            self._head.send(seat, Ring(seat, request), [self._requests.read_inputs(seat)])
+    def _send_step_all(self, request: int) -> None:
+        for shard in self._hosted & self._placed:
+            self._requests.open_step(shard, request, self._running)
+            self._head.send(shard, StepAll(shard, request), [self._requests.read_inputs(shard)])
 
     def step_all(self, number: int) -> tuple[int, list[tuple[int, Any]]] | None:
         """Have every worker step all its slots; see the contract. Where anything is unusual, `poll` has all of it."""
-        self._ring(number)
-        workers = len(self._seat_of)
+        self._send_step_all(number)
+        workers = len(self._shard_of)
         deadline = time.monotonic() + _STEP_S
         while len(self._events) < workers and not interrupts.STATE.pending:
             left_s = deadline - time.monotonic()
@@ -238,46 +238,46 @@ class RemoteCrew:
 
     def _collect(self, timeout_s: float) -> None:
         self._head.pump(timeout_s)
-        inbox, seats = self._head.inbox, self._head.seat_events
+        inbox, shards = self._head.inbox, self._head.shard_events
         while self._head.pulls:  # before the answers of workers that waited for weights
             self._events.append((-1, _pulled(*self._head.pulls.popleft())))
         while (said := inbox.next()) is not None:
-            seat, message, frames = said
-            if seat in self._seated:
+            shard, message, frames = said
+            if shard in self._placed:
                 if isinstance(message, Failed):
-                    self._failed(seat, message)
+                    self._failed(shard, message)
                     continue
                 try:
-                    self._open(seat, message, frames)
+                    self._open(shard, message, frames)
                 except Exception as error:  # whatever a message leads to here ends its sender, never the head
-                    self._head.seat_broke(seat, error)
+                    self._head.shard_broke(shard, error)
         if self._head.output:
             self._show_output()
         if self._head.leaving:
             self._release()
-        while seats:
-            self._seat_changed(seats.popleft())
+        while shards:
+            self._shard_changed(shards.popleft())
 
     def _show_output(self) -> None:
-        for output in self._head.take_output():
-            if output.worker in self._workers[output.seat]:
+        for output in self._head.pop_output():
+            if output.worker in self._workers[output.shard]:
                 self._output.log(output.worker, Printed(output.text, output.dropped))
 
     def _release(self) -> None:
         """Seats that are to change hands do so where no fragment is under way, nor a call. A step that is under way is
         lost, as the next one would be."""
-        for seat in self._head.leaving - self._requests.busy_seats():
-            self._head.release(seat)
+        for shard in self._head.leaving - self._requests.busy_shards():
+            self._head.release(shard)
 
-    def _seat_changed(self, change: Seated | Unseated) -> None:
-        seat = change.seat
-        if isinstance(change, Seated):
-            self._seated.add(seat)
+    def _shard_changed(self, change: ShardAssigned | ShardUnassigned) -> None:
+        shard = change.shard
+        if isinstance(change, ShardAssigned):
+            self._placed.add(shard)
             return
-        self._seated.discard(seat)
-        self._hosted.discard(seat)
-        self._events.append((-1, Placed(seat, None)))
-        for worker in self._workers[seat]:
+        self._placed.discard(shard)
+        self._hosted.discard(shard)
+        self._events.append((-1, Placed(shard, None)))
+        for worker in self._workers[shard]:
             if worker in self._running:
                 if change.is_moved:
                     self._exited(worker, f"leaves node {change.node}: {change.reason}", "", Cause.MOVED)
@@ -285,30 +285,30 @@ class RemoteCrew:
                     reason = f"was on node {change.node}, which is gone: {change.reason}"
                     self._exited(worker, reason, "", Cause.NODE_LOST)
 
-    def _open(self, seat: int, message: Any, frames: list[Any]) -> None:
-        if isinstance(message, Rung):
-            self._heard(seat, self._requests.take_step(seat, message, frames), frames)
+    def _open(self, shard: int, message: Any, frames: list[Any]) -> None:
+        if isinstance(message, SteppedAll):
+            self._heard(shard, self._requests.close_step(shard, message, frames), frames)
         elif isinstance(message, Lacks):
-            self._send_code(seat, set(message.packages))
-        elif message.worker not in self._workers[seat]:
-            raise ProtocolError(f"worker {message.worker} is not of seat {seat}")
+            self._send_code(shard, set(message.packages))
+        elif message.worker not in self._workers[shard]:
+            raise ProtocolError(f"worker {message.worker} is not of shard {shard}")
         elif isinstance(message, Answer):
-            self._heard(seat, self._requests.take(message, frames), frames)
+            self._heard(shard, self._requests.take(message, frames), frames)
         elif isinstance(message, Exited):
             if message.worker in self._running:
                 self._exited(message.worker, message.reason, message.tail)
         elif isinstance(message, StackTrace):
             self._events.append((message.worker, Stack(message.text)))
 
-    def _heard(self, seat: int, replies: list[tuple[int, Any]] | None, frames: list[Any]) -> None:
+    def _heard(self, shard: int, replies: list[tuple[int, Any]] | None, frames: list[Any]) -> None:
         if replies is None:  # said twice, or of another time
-            self._head.answered_nothing(seat, sum(map(len, frames)))
+            self._head.answered_nothing(shard, sum(map(len, frames)))
         else:
             self._events += replies
 
-    def _failed(self, seat: int, failed: Failed) -> None:
-        """Go on without the node that cannot run this seat; raise where too few others are left."""
-        node = self._head.roster.holder(seat)
+    def _failed(self, shard: int, failed: Failed) -> None:
+        """Go on without the node that cannot run this shard; raise where too few others are left."""
+        node = self._head.roster.holder(shard)
         if node is None:
             return  # it is gone already
         error: SpecError | StartError
@@ -322,21 +322,21 @@ class RemoteCrew:
         if not self._head.node_unfit(node, text, failed.text):
             raise error
 
-    def _send_code(self, seat: int, names: set[str]) -> None:
+    def _send_code(self, shard: int, names: set[str]) -> None:
         """Send the files of these packages: once, for packing them takes time."""
-        if seat not in self._may_lack or not names <= self._packages.keys():
+        if shard not in self._may_lack or not names <= self._packages.keys():
             raise ProtocolError("a request for packages that were not offered, or were sent already")
-        self._may_lack.discard(seat)
+        self._may_lack.discard(shard)
         packages = [self._packages[name] for name in sorted(names)]
         for package in packages:
             if package.unsendable:
                 emit(
                     logging.WARNING,
-                    f"node {self._head.roster.holder(seat)} cannot import {package.wanted.name!r} as it is in "
+                    f"node {self._head.roster.holder(shard)} cannot import {package.wanted.name!r} as it is in "
                     f"{package.wanted.folder}, and it cannot be sent because {package.unsendable}: the node uses what "
                     "it has under that name, if anything",
                 )
-        self._head.send(seat, Code(seat), [pack(packages)])
+        self._head.send(shard, Code(shard), [pack(packages)])
 
     def _exited(self, worker: int, reason: str, tail: str, cause: Cause = Cause.CRASHED) -> None:
         self._running.discard(worker)
@@ -367,7 +367,7 @@ class RemoteCrew:
             raise PolicyError(f"the policy cannot run on {wrong}")
 
     def is_leaving(self, index: int) -> bool:
-        return self._seat_of[index] in self._head.leaving
+        return self._shard_of[index] in self._head.leaving
 
     def is_running(self, index: int) -> bool:
         return index in self._running
@@ -377,12 +377,12 @@ class RemoteCrew:
         return (known[0] or None) if known else None
 
     def kill(self, index: int) -> None:
-        seat = self._seat_of[index]
-        self._head.send(seat, Kill(seat, index))
+        shard = self._shard_of[index]
+        self._head.send(shard, Kill(shard, index))
 
     def stack(self, index: int) -> None:
-        seat = self._seat_of[index]
-        self._head.send(seat, TraceStack(seat, index))
+        shard = self._shard_of[index]
+        self._head.send(shard, TraceStack(shard, index))
 
     def close(self, timeout_s: float) -> None:
         if os.getpid() != self._owner:

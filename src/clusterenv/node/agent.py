@@ -1,6 +1,6 @@
 """The node agent: one process per machine, between the head and this machine's workers. Runs no user code.
 
-Started by a backend as `clusterenv node --join FILE`. It dials the head, takes the seats that it is given, and hands
+Started by a backend as `clusterenv node --join FILE`. It dials the head, takes the shards that it is given, and hands
 messages on. A connection that ends ends the session: its workers are dropped, and the agent joins anew until its lease
 on the head has run out.
 """
@@ -29,7 +29,7 @@ from clusterenv.errors import ProtocolError, StartError
 from clusterenv.events import emit
 from clusterenv.node.dialling import Unreachable, resolve
 from clusterenv.node.output import OutputLimit
-from clusterenv.node.shard import Seat
+from clusterenv.node.shard import Shard
 from clusterenv.node.weight_store import WeightStore
 from clusterenv.spec import Delivered
 from clusterenv.system.cpus import usable_cores
@@ -39,6 +39,7 @@ from clusterenv.transport.sockets import NodeSocket
 from clusterenv.wire.frames import CHUNK, PIECE_LEAST, node_reader, to_wire
 from clusterenv.wire.messages import (
     PROTOCOL,
+    AssignShard,
     Beat,
     Bye,
     Chunk,
@@ -46,17 +47,16 @@ from clusterenv.wire.messages import (
     Failed,
     Fragments,
     Hello,
-    Host,
     Kill,
     Lacks,
     Leave,
     Offer,
     Output,
     Refused,
-    Ring,
     Rows,
     Start,
-    Tell,
+    StepAll,
+    ToWorker,
     TraceStack,
     Welcome,
     Withdrawn,
@@ -79,9 +79,9 @@ _SILENT = "the head does not answer"
 
 
 class _AwaitsCode(NamedTuple):
-    """A seat that cannot start before the head has sent what this node lacks."""
+    """A shard that cannot start before the head has sent what this node lacks."""
 
-    host: Host
+    host: AssignShard
     payload: bytes
     folders: dict[str, str]
     messages: list[tuple[Any, list[Any]]]
@@ -115,8 +115,8 @@ class Agent:
         self._instance = secrets.token_hex(8)
         self._versions = versions.installed()
         self._weights = WeightStore(self._say)
-        self._seats: dict[int, Seat] = {}
-        self._closing: list[threading.Thread] = []  # in which seats that were given up end their workers
+        self._shards: dict[int, Shard] = {}
+        self._closing: list[threading.Thread] = []  # in which shards that were given up end their workers
         self._heard_at = 0.0
         self._awaiting: dict[int, _AwaitsCode] = {}
         self._socket: NodeSocket | None = None
@@ -139,7 +139,7 @@ class Agent:
         try:
             return self._run()
         finally:
-            self._drop_seats(0.5)
+            self._drop_shards(0.5)
             self._weights.close()
             if self._socket is not None:
                 self._socket.close(_LINGER_S)
@@ -164,7 +164,7 @@ class Agent:
                         return FAILED if self._session else NEVER
                     time.sleep(_RETRY_S)
                     continue
-            ended = self._turn()
+            ended = self._advance()
             if self._is_welcome:
                 last_there = time.monotonic()
             if ended is None:
@@ -224,7 +224,7 @@ class Agent:
         return None
 
     def _hang_up(self) -> None:
-        self._drop_seats(0.0)
+        self._drop_shards(0.0)
         self._weights.reset()
         if self._socket is not None:
             self._socket.poll_off(self._poller)
@@ -243,14 +243,14 @@ class Agent:
 
     # -- the loop ---------------------------------------------------------------------------------------------
 
-    def _turn(self) -> str | None:
+    def _advance(self) -> str | None:
         """Wait for something, and hand it on; returns why the connection is gone, if it is."""
         socket = self._socket
         assert socket is not None
         now = time.monotonic()
         if self._is_welcome and now >= self._next_beat:
             self._next_beat = now + self._beat_s
-            self._say(Beat(tuple(entry for seat in self._seats.values() for entry in seat.progress())))
+            self._say(Beat(tuple(entry for shard in self._shards.values() for entry in shard.progress())))
         if not self._is_welcome and now - self._asked_at > _ANSWER_S:
             return _SILENT
         if self._leaving is not None and self._has_left(now):
@@ -269,9 +269,9 @@ class Agent:
                     self._handle(*said)
             except ProtocolError as error:
                 return f"it speaks another language: {error}"
-        for seat in list(self._seats.values()):
-            if seat.fileno() in ready:
-                seat.take()
+        for shard in list(self._shards.values()):
+            if shard.fileno() in ready:
+                shard.take()
         if self._is_refused and self._exit is None:
             time.sleep(_RETRY_S)
             return "it says: come again"
@@ -292,21 +292,21 @@ class Agent:
         if session != self._session:
             return  # of a session that is over
         if isinstance(message, Leave):
-            if message.seat < 0:
+            if message.shard < 0:
                 emit(logging.ERROR if message.failed else logging.INFO, message.reason)
                 self._exit = FAILED if message.failed else 0
             else:
-                self._drop(message.seat, 1.0)
-        elif isinstance(message, Host):
+                self._drop(message.shard, 1.0)
+        elif isinstance(message, AssignShard):
             self._host(message, bytes(frames[0]))
         elif isinstance(message, Code):
-            self._code_came(message.seat, bytes(frames[0]))
+            self._code_came(message.shard, bytes(frames[0]))
         elif isinstance(message, (Offer, Chunk, Withdrawn)):
             self._weight_message(message, frames)
-        elif message.seat in self._awaiting:
-            self._awaiting[message.seat].messages.append((message, frames))
-        elif message.seat in self._seats:
-            self._seat_message(self._seats[message.seat], message, frames)
+        elif message.shard in self._awaiting:
+            self._awaiting[message.shard].messages.append((message, frames))
+        elif message.shard in self._shards:
+            self._shard_message(self._shards[message.shard], message, frames)
 
     def _weight_message(self, message: Offer | Chunk | Withdrawn, frames: list[Any]) -> None:
         now = time.monotonic()
@@ -316,53 +316,53 @@ class Agent:
             self._weights.offer(message, now)
         else:
             self._weights.withdrawn(message.weights, now)
-        for seat in self._seats.values():
-            seat.go_on()
+        for shard in self._shards.values():
+            shard.go_on()
 
-    def _seat_message(self, seat: Seat, message: Any, frames: list[Any]) -> None:
-        if isinstance(message, Tell):
-            seat.tell(message, frames)
-        elif isinstance(message, Ring):
-            seat.ring(message, frames)
+    def _shard_message(self, shard: Shard, message: Any, frames: list[Any]) -> None:
+        if isinstance(message, ToWorker):
+            shard.tell(message, frames)
+        elif isinstance(message, StepAll):
+            shard.ring(message, frames)
         elif isinstance(message, Start):
-            seat.start(message.worker)
+            shard.start(message.worker)
         elif isinstance(message, Kill):
-            seat.kill(message.worker)
+            shard.kill(message.worker)
         elif isinstance(message, TraceStack):
-            seat.stack(message.worker)
+            shard.stack(message.worker)
         elif isinstance(message, Rows):
-            seat.rows(frames[0])
+            shard.rows(frames[0])
         elif isinstance(message, Fragments):
-            seat.fragments(frames[0])
+            shard.fragments(frames[0])
 
-    def _host(self, host: Host, payload: bytes) -> None:
+    def _host(self, host: AssignShard, payload: bytes) -> None:
         if not self._allow_pickle and (host.packages or not host.is_named):
-            self._say(Failed(host.seat, "this node takes no pickled code (--no-pickle)"))
+            self._say(Failed(host.shard, "this node takes no pickled code (--no-pickle)"))
             return
-        self._drop(host.seat, 0.0)
+        self._drop(host.shard, 0.0)
         folders, lacking = compare(host.packages)
         if lacking:
-            self._awaiting[host.seat] = _AwaitsCode(host, payload, folders, [])
-            self._say(Lacks(host.seat, lacking))
+            self._awaiting[host.shard] = _AwaitsCode(host, payload, folders, [])
+            self._say(Lacks(host.shard, lacking))
         else:
-            self._start_seat(host, payload, Delivered(folders, b""))
+            self._start_shard(host, payload, Delivered(folders, b""))
 
     def _code_came(self, number: int, archive: bytes) -> None:
         waiting = self._awaiting.pop(number, None)
         if waiting is None:
             return
-        self._start_seat(waiting.host, waiting.payload, Delivered(waiting.folders, archive))
+        self._start_shard(waiting.host, waiting.payload, Delivered(waiting.folders, archive))
         for message, frames in waiting.messages:
-            if number in self._seats:
-                self._seat_message(self._seats[number], message, frames)
+            if number in self._shards:
+                self._shard_message(self._shards[number], message, frames)
 
-    def _start_seat(self, host: Host, payload: bytes, delivered: Delivered) -> None:
+    def _start_shard(self, host: AssignShard, payload: bytes, delivered: Delivered) -> None:
         try:
-            seat = self._seats[host.seat] = Seat(host, payload, delivered, self._say, self._weights)
+            shard = self._shards[host.shard] = Shard(host, payload, delivered, self._say, self._weights)
         except StartError as error:
-            self._say(Failed(host.seat, str(error), is_code=False))
+            self._say(Failed(host.shard, str(error), is_code=False))
             return
-        self._poller.register(seat.fileno(), zmq.POLLIN)
+        self._poller.register(shard.fileno(), zmq.POLLIN)
         slots = [slot for _, its in host.workers for slot in its]
         emit(logging.INFO, f"running slots {min(slots)}-{max(slots)} with {len(host.workers)} workers")
 
@@ -371,8 +371,8 @@ class Agent:
     def _leave(self) -> None:
         if self._leaving is None:
             self._leaving = time.monotonic()
-            for seat in self._seats.values():
-                seat.stop_early()
+            for shard in self._shards.values():
+                shard.stop_early()
 
     def _has_left(self, now: float) -> bool:
         """Say goodbye when the workers are done, or it is time to. Returns whether to end without the head's answer.
@@ -382,7 +382,7 @@ class Agent:
         """
         assert self._leaving is not None
         since = now - self._leaving
-        is_busy = any(seat.is_busy for seat in self._seats.values())
+        is_busy = any(shard.is_busy for shard in self._shards.values())
         if not self._has_said_bye and (not is_busy or since > self._grace_s * (1 - _TO_SEND)):
             self._has_said_bye = True
             self._say(Bye("preempted"))
@@ -390,14 +390,14 @@ class Agent:
 
     def _drop(self, number: int, timeout_s: float) -> None:
         self._awaiting.pop(number, None)
-        seat = self._seats.pop(number, None)
-        if seat is not None:
-            self._poller.unregister(seat.fileno())
+        shard = self._shards.pop(number, None)
+        if shard is not None:
+            self._poller.unregister(shard.fileno())
             # Not here: workers that do not end would keep this loop from saying that the node is alive.
-            thread = threading.Thread(target=seat.close, args=(timeout_s,), name="clusterenv-seat")
+            thread = threading.Thread(target=shard.close, args=(timeout_s,), name="clusterenv-shard")
             thread.start()
             self._closing = [*(other for other in self._closing if other.is_alive()), thread]
 
-    def _drop_seats(self, timeout_s: float) -> None:
-        for number in [*self._awaiting, *self._seats]:
+    def _drop_shards(self, timeout_s: float) -> None:
+        for number in [*self._awaiting, *self._shards]:
             self._drop(number, timeout_s)

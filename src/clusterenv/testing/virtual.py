@@ -15,13 +15,13 @@ from typing import Any
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.backends.local import split
-from clusterenv.driver import Pool
+from clusterenv.driver import Driver
 from clusterenv.engine.requests import Request
 from clusterenv.engine.weights import Transfer
 from clusterenv.errors import SpecError
 from clusterenv.events import EventLog
-from clusterenv.executors.inline import InlineCrew
-from clusterenv.executors.remote import inputs_of, tell_of
+from clusterenv.executors.inline import InlineExecutor
+from clusterenv.executors.remote import inputs_of, to_worker_of
 from clusterenv.memory.rows import Buffers, Layout
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
@@ -66,16 +66,16 @@ class Virtual:
         if self.periods is not None and (len(self.periods) != self.nodes or not all(p > 0 for p in self.periods)):
             raise SpecError(f"Virtual(periods={self.periods}): expected {self.nodes} numbers above 0")
 
-    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Pool:
+    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Driver:
         if self.nodes > blueprint.num_envs:
             raise SpecError(f"Virtual(nodes={self.nodes}): {blueprint.num_envs} environments are for fewer nodes")
-        crew = _VirtualCrew(blueprint, mode, recovery.check, list(self.periods or (1.0,) * self.nodes))
+        executor = _VirtualCrew(blueprint, mode, recovery.check, list(self.periods or (1.0,) * self.nodes))
         slots_of = split(blueprint.num_envs, self.nodes)
         nodes = list(range(self.nodes))
-        return Pool(crew, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=nodes)
+        return Driver(executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=nodes)
 
 
-class _VirtualCrew(InlineCrew):
+class _VirtualCrew(InlineExecutor):
     """Requests are carried out at once; fragments are handed over one by one, when they are due."""
 
     def __init__(self, blueprint: Blueprint, mode: AutoresetMode | None, check: bool, periods: list[float]) -> None:
@@ -111,7 +111,7 @@ class _VirtualCrew(InlineCrew):
             self._count(index, Offer(1, message.offset, len(data), zlib.crc32(data), True, 0, True), ())
             for at in range(0, len(data), CHUNK):
                 self._count(index, Chunk(1, at), [data[at : at + CHUNK]])
-        tell = tell_of(message, index, index, self._slots[index])
+        tell = to_worker_of(message, index, index, self._slots[index])
         self._count(index, tell, [encode(message), *inputs_of(tell, self._buffers)])
 
     def close(self, timeout_s: float) -> None:

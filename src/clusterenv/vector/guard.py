@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from clusterenv.driver import Pool
+from clusterenv.driver import Driver
 from clusterenv.engine.fragments import Mode
 from clusterenv.errors import ClosedError, UsageError
 from clusterenv.phases import Phase, refusal, refused
@@ -17,11 +17,11 @@ __all__ = ["CallGuard"]
 class CallGuard:
     """Knows the phase that the environments are in, and whether they were closed."""
 
-    def __init__(self, pool: Pool, teardown: Teardown) -> None:
-        self._pool = pool
-        self._rows, self._fragments = pool.rows, pool.collecting.fragments
+    def __init__(self, driver: Driver, teardown: Teardown) -> None:
+        self._driver = driver
+        self._rows, self._fragments = driver.rows, driver.collecting.fragments
         self._teardown = teardown  # begins when the environments are closed
-        self.may_end = pool.mode is AutoresetMode.DISABLED
+        self.may_end = driver.mode is AutoresetMode.DISABLED
         self.was_reset = False
         self.is_interrupted = False
         """A step or reset is under way, or ended by an exception: its rows are unknown."""
@@ -55,8 +55,8 @@ class CallGuard:
         text = refusal(call, phase)
         if text is not None:
             slots, num_steps = (
-                np.flatnonzero(self._pool.rows.awaited).tolist(),
-                self._pool.collecting.fragments.num_steps,
+                np.flatnonzero(self._driver.rows.awaited).tolist(),
+                self._driver.collecting.fragments.num_steps,
             )
             raise refused(call, phase, text.format(slots=slots, num_steps=num_steps))
 
@@ -76,9 +76,9 @@ class CallGuard:
         """Raise where a slot (None: any) would be stepped past the end of its episode."""
         if not self.may_end:
             return
-        ended = self._pool.rows.ended if slots is None else self._pool.rows.ended[slots]
+        ended = self._driver.rows.ended if slots is None else self._driver.rows.ended[slots]
         if ended.any():
-            over = np.flatnonzero(self._pool.rows.ended).tolist()
+            over = np.flatnonzero(self._driver.rows.ended).tolist()
             raise UsageError(
                 f"the episodes of slots {over} ended, and autoreset is DISABLED: "
                 "reset(options={'reset_mask': terminations | truncations}) first"
@@ -86,7 +86,7 @@ class CallGuard:
 
     def check_whole_vectors(self, slots: list[int]) -> None:
         """Raise where only some slots of a vector environment would be stepped."""
-        for its in self._pool.slots_of if self._pool.is_vector else ():
+        for its in self._driver.slots_of if self._driver.is_vector else ():
             chosen = set(its) & set(slots)
             if chosen and len(chosen) < len(its):
                 raise UsageError(

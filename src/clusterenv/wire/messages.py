@@ -1,6 +1,6 @@
 """Every message between head and node agent, by direction. Arrays and code ride beside them as raw frames.
 
-A *seat* is a node's part of the run: its slots and its workers. Workers are counted over the whole run, as in the pool.
+A *shard* is a node's part of the run: its slots and its workers. Workers are counted over the whole run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
     "FromHead",
     "FromNode",
     "Hello",
-    "Host",
+    "AssignShard",
     "Kill",
     "Lacks",
     "Leave",
@@ -32,11 +32,11 @@ __all__ = [
     "Output",
     "Pull",
     "Refused",
-    "Ring",
+    "StepAll",
     "Rows",
-    "Rung",
+    "SteppedAll",
     "Start",
-    "Tell",
+    "ToWorker",
     "Welcome",
 ]
 
@@ -70,41 +70,41 @@ class Hello(_Message):
 
 
 class Failed(_Message):
-    """This node cannot run the workers of a seat."""
+    """This node cannot run the workers of a shard."""
 
-    seat: int
+    shard: int
     text: str
     is_code: bool = True
     """The code of the environments could not be loaded; False: the machine does not allow so many workers."""
 
 
 class Lacks(_Message):
-    """Packages that the seat's code names, and that this node cannot import as they are on the head."""
+    """Packages that the shard's code names, and that this node cannot import as they are on the head."""
 
-    seat: int
+    shard: int
     packages: tuple[str, ...]
 
 
 class Answer(_Message):
     """What a worker answered, or a part of it; frames: its plain data (none after a quick reply), then its rows."""
 
-    seat: int
+    shard: int
     worker: int
     request: int
     last: bool
     slots: tuple[int, ...]
 
 
-class Rung(_Message):
-    """All workers of the seat have done a whole step; frames: the rows of all, then plain data of `workers`."""
+class SteppedAll(_Message):
+    """All workers of the shard have done a whole step; frames: the rows of all, then plain data of `workers`."""
 
-    seat: int
+    shard: int
     request: int
     workers: tuple[int, ...]
 
 
 class Exited(_Message):
-    seat: int
+    shard: int
     worker: int
     reason: str
     tail: str
@@ -113,7 +113,7 @@ class Exited(_Message):
 class Output(_Message):
     """Lines that a worker printed."""
 
-    seat: int
+    shard: int
     worker: int
     text: str
     dropped: int = 0
@@ -123,7 +123,7 @@ class Output(_Message):
 class StackTrace(_Message):
     """Where a worker is, as `TraceStack` asked."""
 
-    seat: int
+    shard: int
     worker: int
     text: str
 
@@ -163,10 +163,10 @@ class Refused(_Message):
     """False: it may come again."""
 
 
-class Host(_Message):
-    """Take this seat; frame: the environments' code."""
+class AssignShard(_Message):
+    """Take this shard; frame: the environments' code."""
 
-    seat: int
+    shard: int
     workers: tuple[tuple[int, tuple[int, ...]], ...]
     """(worker, its slots)"""
     num_envs: int
@@ -185,30 +185,30 @@ class Host(_Message):
 class Code(_Message):
     """The answer to `Lacks`; frame: the files that can be sent."""
 
-    seat: int
+    shard: int
 
 
 class Rows(_Message):
     """The memory of rows; frame: its layout."""
 
-    seat: int
+    shard: int
 
 
 class Fragments(_Message):
     """The memory of fragments; frame: its layout."""
 
-    seat: int
+    shard: int
 
 
 class Start(_Message):
-    seat: int
+    shard: int
     worker: int
 
 
-class Tell(_Message):
+class ToWorker(_Message):
     """For a worker; frames: the request as the worker reads it, then the sides (and actions) of its slots."""
 
-    seat: int
+    shard: int
     worker: int
     request: int
     slots: tuple[int, ...]
@@ -218,22 +218,22 @@ class Tell(_Message):
     """It is about these weights, and waits for them where they are still to come."""
 
 
-class Ring(_Message):
-    """Every worker of the seat steps all its slots; frames: sides and actions."""
+class StepAll(_Message):
+    """Every worker of the shard steps all its slots; frames: sides and actions."""
 
-    seat: int
+    shard: int
     request: int
 
 
 class Kill(_Message):
-    seat: int
+    shard: int
     worker: int
 
 
 class TraceStack(_Message):
     """Ask where a worker is that has been in one call for long; answered by `StackTrace`."""
 
-    seat: int
+    shard: int
     worker: int
 
 
@@ -266,25 +266,25 @@ class Withdrawn(_Message):
 
 
 class Leave(_Message):
-    """Give the seat up, or (-1) all of them, and end."""
+    """Give the shard up, or (-1) all of them, and end."""
 
-    seat: int
+    shard: int
     reason: str = ""
     failed: bool = False
     """The run ended by an exception."""
 
 
-FromNode = Hello | Failed | Lacks | Answer | Rung | Exited | Output | StackTrace | Beat | Pull | Bye
+FromNode = Hello | Failed | Lacks | Answer | SteppedAll | Exited | Output | StackTrace | Beat | Pull | Bye
 FromHead = (
     Welcome
     | Refused
-    | Host
+    | AssignShard
     | Code
     | Rows
     | Fragments
     | Start
-    | Tell
-    | Ring
+    | ToWorker
+    | StepAll
     | Kill
     | TraceStack
     | Offer

@@ -40,7 +40,7 @@ class EnvGroup:
     """Environments of the slots `first .. first + len - 1`.
 
     Args:
-        makers: one function per slot of the whole pool.
+        makers: one function per slot of the whole driver.
         progress: two ints, (slot, phase), that say what is running; read by the head when a call takes long.
     """
 

@@ -120,7 +120,7 @@ class _Receiver:
     def __init__(self, channel: socket.socket, bell: memoryview, spin_s: float) -> None:
         self._channel = channel
         self._bell = bell
-        self._rung = bell[BELL]
+        self._stepped = bell[BELL]
         self._spin_s = spin_s
         self._asleep = 0
         self._misses = 0
@@ -131,15 +131,15 @@ class _Receiver:
         if self._asleep:
             self._asleep -= 1
         elif self._spin_s > 0:
-            bell, rung = self._bell, self._rung
+            bell, stepped = self._bell, self._stepped
             end = time.perf_counter() + self._spin_s
-            while bell[BELL] == rung and time.perf_counter() < end:
+            while bell[BELL] == stepped and time.perf_counter() < end:
                 os.sched_yield()
-            if bell[BELL] == rung:
+            if bell[BELL] == stepped:
                 self._misses = min(self._misses + 1, 10)
                 self._asleep = (1 << self._misses) - 2  # one miss alone is forgiven
             else:
                 self._misses = 0
         size = self._channel.recv_into(self._buffer)
-        self._rung = self._bell[BELL]
+        self._stepped = self._bell[BELL]
         return self._buffer[:size]

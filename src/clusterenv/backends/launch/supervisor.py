@@ -1,4 +1,4 @@
-"""`Keeper`: the one thread of a run that talks to its scheduler, so that nobody else waits for an answer.
+"""`Supervisor`: the one thread of a run that talks to its scheduler, so that nobody else waits for an answer.
 
 What the head wants of nodes is queued here; `over` tells it which nodes are known to have ended. How nodes are started,
 watched and ended is up to the backend (`contract.Jobs`). Only this thread calls it, from the first start to the last
@@ -19,7 +19,7 @@ from clusterenv.errors import StartError
 from clusterenv.events import Event, EventLog, emit
 from clusterenv.system.teardown import OwnThread
 
-__all__ = ["Keeper"]
+__all__ = ["Supervisor"]
 
 _LOOK_S = 0.5
 _AGAIN_S = 2.0
@@ -32,7 +32,7 @@ _LATE_S = 30.0
 """How long `Jobs.stop` may take in the background, where an earlier call returned after the deadline only."""
 
 
-class Keeper:
+class Supervisor:
     def __init__(self, events: EventLog) -> None:
         self.over: dict[int, str] = {}
         """Nodes whose agent is known to be over, and why; not those that are let go, or wanted again. Replaced whole,
@@ -55,7 +55,7 @@ class Keeper:
 
     def keep(self, jobs: Jobs, nodes: int) -> None:
         """Start so many nodes, and look after them from now on. Raises what the backend raises in the first starts."""
-        self._thread = OwnThread(functools.partial(self._run, jobs, nodes), "clusterenv-keeper")
+        self._thread = OwnThread(functools.partial(self._run, jobs, nodes), "clusterenv-supervisor")
         self._thread.start()
         self._begun.wait()
         if self._failure is not None:
