@@ -194,7 +194,8 @@ class Collecting:
         result: FragmentResult | None = reply.result
         self._state.weights.of(request.worker).has_read(request.number)
         if request.kind is not Kind.FRAGMENT or result is None:
-            self._check_policy(request.worker, result)
+            if not self.fragments.is_abandoned(request.worker):  # else it was for what nobody wants any more
+                self._check_policy(request.worker, result)
             return None
         fragment = self.fragments.arrived(request.worker, request.number, result)
         if fragment.is_wanted:

@@ -77,6 +77,10 @@ class Fragments:
         """Workers whose fragment of the rollout has not arrived."""
         return [f.worker for f in self._in(FragmentState.QUEUED, FragmentState.RUNNING) if f.is_wanted]
 
+    def is_abandoned(self, worker: int) -> bool:
+        """Return whether a fragment of this worker was given up and still runs."""
+        return any(not fragment.is_wanted for fragment in self._of[worker])
+
     # -- beginning --------------------------------------------------------------------------------------------
 
     def start_rollout(self, num_steps: int, on_loss: Literal["rerun", "mask"]) -> None:
