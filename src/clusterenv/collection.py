@@ -52,7 +52,7 @@ class Collection:
         driver, sync = self._driver, self.sync
         if not sync.is_attached:
             some = np.arange(min(driver.num_envs, _FIRST_STATES))
-            sync.attach(driver.peek_obs(some) if sync.wants_first_states else None)
+            sync.attach(driver.rows.peek_obs(some) if sync.wants_first_states else None)
             driver.collecting.attach(self.attached)
         for machine in driver.weights:
             self._decide(machine)

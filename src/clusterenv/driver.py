@@ -32,16 +32,15 @@ from clusterenv.errors import (
     DeadlineError,
     NotPlainError,
     PolicyError,
-    SpecError,
     UsageError,
     WorkerLostError,
 )
 from clusterenv.events import EventLog
 from clusterenv.executors.contract import Executor
-from clusterenv.memory.rows import Buffers, make_layout
+from clusterenv.memory.rows import Buffers
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint, own_spaces
-from clusterenv.starting import Building
+from clusterenv.starting import Building, lay_out, own_mode
 from clusterenv.system.interrupts import checkpoint, uninterrupted
 from clusterenv.wire.requests import Attach, Reply
 
@@ -105,20 +104,11 @@ class Driver:
         self.single_action_space = agreed.single_action_space
         self.render_mode = agreed.render_mode
         self.metadata = dict(agreed.metadata)
-        if mode is None:
-            own = agreed.metadata.get("autoreset_mode") if self.is_vector else None
-            mode = own if isinstance(own, AutoresetMode) else AutoresetMode.NEXT_STEP
-        self.mode = mode
-        layout = make_layout(
-            self.single_observation_space, self.single_action_space, self.num_envs, is_same=agreed.is_same
-        )
-        if self.is_vector and (not layout.actions_are_shared or any(leaf.dtype is None for leaf in layout.obs)):
-            raise SpecError("Vector(fn) takes spaces of a fixed size only (no Text, Sequence, Graph)")
-        self.layout = layout
-        self.rows = Delivery(
-            self.num_envs, self.single_observation_space, Buffers(layout, self.executor.allocate(layout))
-        )
-        self._slots = Slots(mode)
+        self.mode = mode or own_mode(agreed, self.is_vector)
+        self.layout = layout = lay_out(agreed, self.num_envs, self.is_vector)
+        buffers = Buffers(layout, self.executor.allocate(layout))
+        self.rows = Delivery(self.num_envs, self.single_observation_space, buffers)
+        self._slots = Slots(self.mode)
         state = State(
             self._workers,
             self._slots,
@@ -372,10 +362,6 @@ class Driver:
     def acted(self) -> list[Any]:
         """What the workers' policy did in the last step."""
         return self._engine.acted
-
-    def peek_obs(self, slots: Any) -> Any:
-        """The observations last delivered for these slots."""
-        return self.rows.peek_obs(slots)
 
     def set_seed_base(self, bases: list[int | None]) -> None:
         self._state.incarnations.set_bases(bases)

@@ -144,7 +144,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self._guard.was_reset, self._guard.is_interrupted = True, False
         if mask is None:
             return rows.obs, rows.infos
-        return driver.peek_obs(np.arange(self.num_envs)), spread(rows.infos, rows.slots, self.num_envs)
+        return driver.rows.peek_obs(np.arange(self.num_envs)), spread(rows.infos, rows.slots, self.num_envs)
 
     @uninterrupted
     def step(self, actions: Any) -> StepResult:

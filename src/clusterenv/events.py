@@ -79,7 +79,7 @@ def emit(level: int, text: str) -> None:
 
 
 def emit_progress(text: str) -> None:
-    """ToWorker how a wait of seconds goes: to a log that takes INFO, otherwise to the terminal, if there is one."""
+    """Tell how a wait of seconds goes: to a log that takes INFO, otherwise to the terminal, if there is one."""
     _show(logger, f"clusterenv: {text}", text, only_on_terminal=True)
 
 
@@ -94,7 +94,7 @@ def emit_output(text: str) -> None:
 
 
 def instruct(text: str) -> None:
-    """ToWorker the user what only a person can do: on stderr, whatever the log takes."""
+    """Tell the user what only a person can do: on stderr, whatever the log takes."""
     with contextlib.suppress(Exception):
         if sys.stderr is not None:
             sys.stderr.write(f"{text}\n")

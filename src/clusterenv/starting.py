@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.engine.agreement import Agreed
 from clusterenv.engine.failures import env_error, last_words
 from clusterenv.engine.health import Health
 from clusterenv.engine.incarnations import Incarnations
@@ -13,12 +16,13 @@ from clusterenv.engine.instructions import Kill
 from clusterenv.engine.requests import Kind, Requests
 from clusterenv.engine.weights import WeightLedger
 from clusterenv.engine.workers import Worker, Workers
-from clusterenv.errors import WorkerLostError
+from clusterenv.errors import SpecError, WorkerLostError
 from clusterenv.events import EventLog, emit_progress
 from clusterenv.executors.contract import Executor
+from clusterenv.memory.rows import Layout, make_layout
 from clusterenv.wire.requests import Build, Built
 
-__all__ = ["Building"]
+__all__ = ["Building", "lay_out", "own_mode"]
 
 _WAIT_S = 0.25
 """How often a wait looks whether anybody hangs."""
@@ -108,3 +112,17 @@ class Building:
                 processes.kill(index)
             elif instruction is not None:
                 processes.stack(index)
+
+
+def own_mode(agreed: Agreed, is_vector: bool) -> AutoresetMode:
+    """Return the autoreset mode where the user names none: a vector environment may say its own."""
+    own = agreed.metadata.get("autoreset_mode") if is_vector else None
+    return own if isinstance(own, AutoresetMode) else AutoresetMode.NEXT_STEP
+
+
+def lay_out(agreed: Agreed, num_envs: int, is_vector: bool) -> Layout:
+    """Return the layout of the rows of these environments."""
+    layout = make_layout(agreed.single_observation_space, agreed.single_action_space, num_envs, is_same=agreed.is_same)
+    if is_vector and (not layout.actions_are_shared or any(leaf.dtype is None for leaf in layout.obs)):
+        raise SpecError("Vector(fn) takes spaces of a fixed size only (no Text, Sequence, Graph)")
+    return layout

@@ -512,6 +512,7 @@ def test_a_node_that_takes_no_code_takes_no_files():
     agent._host(host, b"{}")
     os.close(agent._wake_read)
     os.close(agent._wake_write)
+    agent._weights.close()
     assert said == [Failed(3, "this node takes no pickled code (--no-pickle)")]
 
 
@@ -523,6 +524,8 @@ def test_files_are_sent_once_and_only_those_offered(asked, tmp_path, monkeypatch
     head = SimpleNamespace(
         roster=SimpleNamespace(holder=lambda shard: 0),
         shard_events=deque(),
+        inbox=SimpleNamespace(open_bytes=[0]),
+        progress=SimpleNamespace(expect=lambda shard_of, phases: None),
         send=lambda shard, message, payload=(): sent.append(message),
     )
     blueprint = Blueprint(1, b"", False, None, packages=sources.collect(["alone"]))

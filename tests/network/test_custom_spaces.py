@@ -17,6 +17,8 @@ import clusterenv as ce
 from toys import SpaceEnv, same
 from vector_toys import Anything, Echo
 
+pytestmark = pytest.mark.network
+
 NODES = ce.Loopback(nodes=2)
 
 

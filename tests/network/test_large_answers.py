@@ -10,6 +10,8 @@ from gymnasium import spaces
 import clusterenv as ce
 from stepping import kinds
 
+pytestmark = pytest.mark.network
+
 
 class Large(gym.Env):
     """Observations of many bytes, and frames as large."""

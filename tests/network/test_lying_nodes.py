@@ -14,6 +14,8 @@ from lying_node import ACTED, ANSWERS, CALLS, CONTROL, EPISODES, FRAGMENTS, Lyin
 from stepping import kinds
 from toys import linear
 
+pytestmark = pytest.mark.network
+
 ID = "CartPole-v1"
 OWN = [0, 1]
 """Slots of the node that does not lie."""

@@ -18,7 +18,8 @@ from clusterenv.backends.launch.folder import RunFolder, key_file, run_path
 from clusterenv.backends.launch.supervisor import Supervisor
 from clusterenv.backends.local import split
 from clusterenv.backends.remote import Remote
-from clusterenv.cluster.head import Head, Timing
+from clusterenv.cluster.contract import Timing
+from clusterenv.cluster.head import Head
 from clusterenv.driver import Driver
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import Event, EventLog, emit, emit_progress

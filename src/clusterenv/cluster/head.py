@@ -11,16 +11,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import zmq
 
-from clusterenv.cluster.checks import mismatch
+from clusterenv.cluster.contract import Supervisor, Timing
 from clusterenv.cluster.ending import Ending
 from clusterenv.cluster.flow import Flow
 from clusterenv.cluster.inbox import Inbox, size_of
 from clusterenv.cluster.listener import Listener
 from clusterenv.cluster.output_queue import OutputQueue
+from clusterenv.cluster.peers import Admission, Peer, Traffic, short
+from clusterenv.cluster.progress import WorkerProgress
 from clusterenv.cluster.roster import (
     Admit,
     Dismiss,
@@ -32,12 +34,11 @@ from clusterenv.cluster.roster import (
     ShardUnassigned,
 )
 from clusterenv.cluster.weight_server import WeightServer
-from clusterenv.code.versions import FOR_PICKLES
 from clusterenv.errors import ProtocolError
 from clusterenv.events import Event, EventLog
 from clusterenv.transport.keys import KeyPair
 from clusterenv.transport.sockets import Arrived, HeadSocket, Link
-from clusterenv.wire.frames import CONTROL_LIMIT, FRAME_LIMIT, Reader, head_reader, to_wire
+from clusterenv.wire.frames import CONTROL_LIMIT, FRAME_LIMIT, to_wire
 from clusterenv.wire.messages import (
     Answer,
     Beat,
@@ -54,7 +55,7 @@ from clusterenv.wire.messages import (
     Withdrawn,
 )
 
-__all__ = ["Head", "Supervisor", "Timing"]
+__all__ = ["Head"]
 
 _MOST = 64
 """Messages that are read before anything else is looked at, a caller's deadline for example."""
@@ -62,42 +63,8 @@ _MOST = 64
 _TICK_S = 0.02
 """How often the roster is told that time passes."""
 
-
 _LATE_BYTES = 1 << 14
 """What an answer to no open request counts at least: there are few of them, after a shard has changed hands."""
-
-_LONGEST_REASON = 2000
-"""Characters of what a node says that are shown."""
-
-
-class Timing(NamedTuple):
-    beat_s: float
-    dead_after_s: float
-    lease_s: float
-    move_after_s: float | None
-
-
-class Supervisor(Protocol):
-    """Who has nodes started and let go. Nothing here may wait."""
-
-    over: dict[int, str]
-    """Nodes whose agent is known to be over, and why."""
-
-    def want(self, node: int) -> None: ...
-
-    def let_go(self, node: int) -> None: ...
-
-
-class _Peer:
-    """One node's connection."""
-
-    def __init__(self, route: bytes, link: Link) -> None:
-        self.route = route
-        self.link = link
-        self.reader: Reader[FromNode] = head_reader()
-        self.node = -1
-        self.was_told = False  # that its session is over
-        self.flow = Flow()  # of what it says unasked
 
 
 class Head:
@@ -129,32 +96,24 @@ class Head:
             self._socket.allow(key)
         self.timing = timing
         self._ending = Ending()
-        self._cores = cores  # that a node must have
-        self._sends_pickle = sends_pickle
-        self._packages = set(FOR_PICKLES if sends_pickle else ())
-        self._hellos: dict[int, Hello] = {}  # of the nodes that are here
+        self._admission = Admission(cores, sends_pickle)
         self._events = events
         self._supervisor = supervisor
         self.roster = Roster(len(node_keys), timing.dead_after_s, timing.move_after_s, invited)
-        self._peers: dict[bytes, _Peer] = {}  # by route
-        self._active: dict[int, _Peer] = {}  # by node
+        self._peers: dict[bytes, Peer] = {}  # by route
+        self._active: dict[int, Peer] = {}  # by node
         self.inbox = Inbox(len(node_keys))
         self.shard_events: deque[ShardAssigned | ShardUnassigned] = deque()
         self.output: dict[int, OutputQueue] = {}  # by shard
-        self.progress: dict[int, tuple[int, int, int, int]] = {}  # worker → pid, slot, phase, step
+        self.progress = WorkerProgress()
         self._weights = WeightServer()
         self.pulls: deque[tuple[Pull, int, float]] = deque()  # those answered: bytes of weights sent, and when
         self.leaving: frozenset[int] = frozenset()
-        """Seats that are to change hands; the executor says when (`release`)."""
+        """Shards that are to change hands; the executor says when (`release`)."""
         self.refusals: dict[int, str] = {}
-        self._workers: dict[int, int] = {}  # worker → shard
-        self._num_phases = 0
         self.needed_nodes = 1
         """The run ends by an error where fewer than these can run its environments."""
-        self.bytes_sent = [0] * len(node_keys)
-        self.bytes_received = [0] * len(node_keys)
-        self.frames_sent = [0] * len(node_keys)
-        self.frames_received = [0] * len(node_keys)
+        self._traffic = Traffic(len(node_keys))
         self.dropped = 0
         """Messages of sessions that are over, or that the protocol does not know."""
         self._read_all_at = 0.0  # nothing was left to be read
@@ -206,17 +165,7 @@ class Head:
         A node that joins later and does not fit is refused.
         """
         with self._mine:
-            self._packages.update(names)
-            for node in sorted(self._active):
-                wrong = mismatch(self._hellos[node], self._cores, self._sends_pickle, names)
-                if wrong is not None:
-                    return f"node {node} ({self._hellos[node].host}): {wrong}"
-        return None
-
-    def expect_workers(self, shard_of: Sequence[int], num_phases: int) -> None:
-        """These workers belong to these shards; in their beats, nodes name phases below this number."""
-        with self._mine:
-            self._workers, self._num_phases = dict(enumerate(shard_of)), num_phases
+            return self._admission.need(names, sorted(self._active))
 
     def answered_nothing(self, shard: int, size: int) -> None:
         """An answer to no open request: late, or a flood."""
@@ -276,13 +225,12 @@ class Head:
             return
         peer = self._peers.get(arrived.route)
         if peer is None:
-            peer = self._peers[arrived.route] = _Peer(arrived.route, arrived.link)
+            peer = self._peers[arrived.route] = Peer(arrived.route, arrived.link)
         peer.node = node
         if len(arrived.frames) > 1:
             is_active = self._active.get(node) is peer
             peer.reader.limit = self.inbox.limit(node, self.roster.shards(node) if is_active else ())
-        self.bytes_received[node] += sum(map(len, arrived.frames))
-        self.frames_received[node] += len(arrived.frames)
+        self._traffic.received(node, arrived.frames)
         try:
             said = peer.reader.read(arrived.frames)
             if said is None:
@@ -292,7 +240,7 @@ class Head:
         except Exception as error:  # whatever a message leads to here ends its sender, never the head
             self._broke(peer, error, now)
 
-    def _sort(self, peer: _Peer, session: int, message: FromNode, frames: list[Any], now: float) -> None:
+    def _sort(self, peer: Peer, session: int, message: FromNode, frames: list[Any], now: float) -> None:
         node = peer.node
         is_answer = isinstance(message, (Answer, SteppedAll))
         is_current = self._active.get(node) is peer and self.roster.heard(node, session, now)
@@ -306,10 +254,10 @@ class Head:
                 peer.was_told = True
                 self._say(peer, 0, Refused("its session is over", False))
         elif isinstance(message, Beat):
-            self._beat(node, message)
+            self.progress.heard(node, message, self.roster.holder)
         elif isinstance(message, Bye):
             self._send(node, Leave(-1, "goodbye"))  # all that it said before has come
-            self._do(self.roster.gone(node, _short(message.reason), now))
+            self._do(self.roster.gone(node, short(message.reason), now))
         elif isinstance(message, Pull):
             self._give(message, peer)
         elif self.roster.holder(message.shard) != node:
@@ -319,17 +267,7 @@ class Head:
         else:
             self.inbox.put(message, frames)
 
-    def _beat(self, node: int, beat: Beat) -> None:
-        if len(beat.progress) > len(self._workers):
-            raise ProtocolError(f"the progress of {len(beat.progress)} workers, where the run has {len(self._workers)}")
-        for worker, pid, slot, phase, step in beat.progress:
-            if not 0 <= phase < self._num_phases:
-                raise ProtocolError(f"a worker in phase {phase}")
-            shard = self._workers.get(worker)
-            if shard is not None and self.roster.holder(shard) == node:  # else of a shard that it has just left
-                self.progress[worker] = (pid, slot, phase, step)
-
-    def _spend(self, peer: _Peer, size: int, now: float) -> bool:
+    def _spend(self, peer: Peer, size: int, now: float) -> bool:
         """Return whether a message that nobody asked for is within the rate; otherwise its sender is ended."""
         if peer.flow.spend(size, now, self._read_all_at):
             return True
@@ -341,21 +279,20 @@ class Head:
             self._socket.cut(peer.link)
         return False
 
-    def _broke(self, peer: _Peer, error: Exception, now: float) -> None:
+    def _broke(self, peer: Peer, error: Exception, now: float) -> None:
         """Its messages cannot be: it is not listened to any more."""
         self.dropped += 1
         if self._active.get(peer.node) is peer:
-            text = _short(str(error) if isinstance(error, ProtocolError) else f"{type(error).__name__}: {error}")
+            text = short(str(error) if isinstance(error, ProtocolError) else f"{type(error).__name__}: {error}")
             self._do(self.roster.gone(peer.node, f"it broke the protocol: {text}", now))
             self._say(peer, 0, Refused(text, True))
 
-    def _hello(self, peer: _Peer, hello: Hello, now: float) -> None:
+    def _hello(self, peer: Peer, hello: Hello, now: float) -> None:
         before = self._active.get(peer.node)
-        wrong = mismatch(hello, self._cores, self._sends_pickle, self._packages)
-        done = self.roster.hello(peer.node, hello.instance, wrong, now)
+        done = self.roster.hello(peer.node, hello.instance, self._admission.check(hello), now)
         if any(isinstance(item, Admit) for item in done):
             self._active[peer.node] = peer
-            self._hellos[peer.node] = hello
+            self._admission.admitted(peer.node, hello)
             self.refusals.pop(peer.node, None)
             where = f"{hello.host} (process {hello.pid}, {hello.cores} cores)"
             kind = "node_joined" if before is None else "node_back"
@@ -420,15 +357,14 @@ class Head:
         peer = self._active.get(node)
         return peer is not None and self._say(peer, self.roster.session(node), message, payload)
 
-    def _say(self, peer: _Peer, session: int, message: Any, payload: Sequence[Any] = ()) -> bool:
+    def _say(self, peer: Peer, session: int, message: Any, payload: Sequence[Any] = ()) -> bool:
         for frames in to_wire(session, message, payload):
-            self.bytes_sent[peer.node] += sum(map(len, frames))
-            self.frames_sent[peer.node] += len(frames)
+            self._traffic.sent(peer.node, frames)
             if not self._socket.send(peer.route, frames):
                 return False
         return True
 
-    def _give(self, pull: Pull, peer: _Peer) -> None:
+    def _give(self, pull: Pull, peer: Peer) -> None:
         sent = 0
         for message, payload in self._weights.answer(pull, self.roster.session(peer.node)):
             self._send(peer.node, message, payload)
@@ -438,19 +374,15 @@ class Head:
         self.pulls.append((pull, sent, time.monotonic()))
 
     def stats(self) -> dict[str, Any]:
-        """Bytes of frames: encryption adds 42 to each at most, and Ethernet, IP and TCP 66 to each packet."""
         return {
-            "sent_bytes": list(self.bytes_sent),
-            "received_bytes": list(self.bytes_received),
-            "sent_frames": list(self.frames_sent),
-            "received_frames": list(self.frames_received),
+            **self._traffic.stats(),
             "refused_keys": self._socket.refused,
             "dropped_messages": self.dropped,
             "missing_nodes": self.roster.missing,
         }
 
     def close(self) -> None:
-        """ToWorker everybody that the run is over. Idempotent, also where it was interrupted."""
+        """Tell everybody that the run is over. Idempotent, also where it was interrupted."""
         if self._is_closed:
             return
         error = self._ending.error()
@@ -466,7 +398,3 @@ class Head:
         self._socket.close()
         self._mine.close()
         self._is_closed = True
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."

@@ -22,7 +22,7 @@ class NodeState(enum.Enum):
 
 
 class Admit(NamedTuple):
-    """ToWorker this node that it is in."""
+    """Tell this node that it is in."""
 
     node: int
     session: int
@@ -63,7 +63,7 @@ class Replace(NamedTuple):
 
 
 class Dismiss(NamedTuple):
-    """ToWorker this node that it is not needed any more, and the backend."""
+    """Tell this node that it is not needed any more, and the backend."""
 
     node: int
     is_unfit: bool = False
@@ -138,7 +138,7 @@ class Roster:
 
     @property
     def leaving(self) -> frozenset[int]:
-        """Seats that are to change hands as soon as it costs no work: their own node is here, or is not to be."""
+        """Shards that are to change hands as soon as it costs no work: their own node is here, or is not to be."""
         here = self._here()
         away = {shard for shard, holder in self._holder.items() if holder not in self._invited}
         home = {shard for shard, holder in self._holder.items() if holder != shard and shard in here}

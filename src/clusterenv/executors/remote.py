@@ -133,7 +133,7 @@ class RemoteExecutor:
         self._output = OutputLog(slots_of)
         interrupts.environments_opened(self)
         head.shard_events.clear()  # those before this moment are in `_placed`
-        head.expect_workers(shard_of, len(PHASES))
+        head.progress.expect(shard_of, len(PHASES))
 
     # -- starting ---------------------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class RemoteExecutor:
                 self._output.log(output.worker, Printed(output.text, output.dropped))
 
     def _release(self) -> None:
-        """Seats that are to change hands do so where no fragment is under way, nor a call. A step that is under way is
+        """Shards that are to change hands do so where no fragment is under way, nor a call. A step that is under way is
         lost, as the next one would be."""
         for shard in self._head.leaving - self._requests.busy_shards():
             self._head.release(shard)
@@ -341,13 +341,13 @@ class RemoteExecutor:
     def _exited(self, worker: int, reason: str, tail: str, cause: Cause = Cause.CRASHED) -> None:
         self._running.discard(worker)
         self._requests.exited(worker)
-        self._head.progress.pop(worker, None)
+        self._head.progress.forget(worker)
         self._events.append((worker, Exit(reason, tail, cause)))
 
     # -- watching and ending ----------------------------------------------------------------------------------
 
     def progress(self, index: int) -> tuple[int, int, int]:
-        known = self._head.progress.get(index)
+        known = self._head.progress.of(index)
         return (-1, 0, 0) if known is None else known[1:]
 
     def stats(self) -> dict[str, Any]:
@@ -373,7 +373,7 @@ class RemoteExecutor:
         return index in self._running
 
     def pid(self, index: int) -> int | None:
-        known = self._head.progress.get(index)
+        known = self._head.progress.of(index)
         return (known[0] or None) if known else None
 
     def kill(self, index: int) -> None:

@@ -73,8 +73,7 @@ _TO_SEND = 1 / 3
 _LINGER_S = 1.0
 """How long the last messages may take; when the scheduler has asked it to leave, the end of its grace period."""
 
-_RETRY_S = 0.5
-_ANSWER_S = 10.0
+_RETRY_S, _ANSWER_S = 0.5, 10.0
 _SILENT = "the head does not answer"
 
 
@@ -84,8 +83,7 @@ class _AwaitsCode(NamedTuple):
     host: AssignShard
     payload: bytes
     folders: dict[str, str]
-    messages: list[tuple[Any, list[Any]]]
-    """What the head said to it meanwhile."""
+    messages: list[tuple[Any, list[Any]]]  # what the head said to it meanwhile
 
 
 class Agent:
@@ -110,8 +108,7 @@ class Agent:
         self._lease_s = lease_s
         self._dead_after_s = dead_after_s
         self._grace_s = grace_s
-        self._beat_s = 1.0
-        self._session = 0
+        self._beat_s, self._session = 1.0, 0
         self._instance = secrets.token_hex(8)
         self._versions = versions.installed()
         self._weights = WeightStore(self._say)

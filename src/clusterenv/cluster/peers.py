@@ -1,0 +1,84 @@
+"""The connections of nodes: what a node must have to be let in, and how much went back and forth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from clusterenv.cluster.checks import mismatch
+from clusterenv.cluster.flow import Flow
+from clusterenv.code.versions import FOR_PICKLES
+from clusterenv.transport.sockets import Link
+from clusterenv.wire.frames import Reader, head_reader
+from clusterenv.wire.messages import FromNode, Hello
+
+__all__ = ["Admission", "Peer", "Traffic", "short"]
+
+_LONGEST_REASON = 2000
+"""Characters of what a node says that are shown."""
+
+
+class Peer:
+    """One node's connection."""
+
+    def __init__(self, route: bytes, link: Link) -> None:
+        self.route = route
+        self.link = link
+        self.reader: Reader[FromNode] = head_reader()
+        self.node = -1
+        self.was_told = False  # that its session is over
+        self.flow = Flow()  # of what it says unasked
+
+
+class Admission:
+    """What a node must have: so many cores, and packages in versions that fit those here."""
+
+    def __init__(self, cores: int, sends_pickle: bool) -> None:
+        self._cores = cores
+        self._sends_pickle = sends_pickle
+        self._packages = set(FOR_PICKLES if sends_pickle else ())
+        self._hellos: dict[int, Hello] = {}  # of the nodes that were let in
+
+    def check(self, hello: Hello) -> str | None:
+        """Return why this node is refused."""
+        return mismatch(hello, self._cores, self._sends_pickle, self._packages)
+
+    def admitted(self, node: int, hello: Hello) -> None:
+        self._hellos[node] = hello
+
+    def need(self, names: Sequence[str], nodes: Sequence[int]) -> str | None:
+        """From now on nodes need these packages too; returns which of these nodes does not fit, and why."""
+        self._packages.update(names)
+        for node in nodes:
+            wrong = mismatch(self._hellos[node], self._cores, self._sends_pickle, names)
+            if wrong is not None:
+                return f"node {node} ({self._hellos[node].host}): {wrong}"
+        return None
+
+
+class Traffic:
+    """Bytes and frames by node. Encryption adds 42 bytes to each frame at most; Ethernet, IP and TCP 66 to a packet."""
+
+    def __init__(self, nodes: int) -> None:
+        self._sent_bytes, self._received_bytes = [0] * nodes, [0] * nodes
+        self._sent_frames, self._received_frames = [0] * nodes, [0] * nodes
+
+    def sent(self, node: int, frames: Sequence[Any]) -> None:
+        self._sent_bytes[node] += sum(map(len, frames))
+        self._sent_frames[node] += len(frames)
+
+    def received(self, node: int, frames: Sequence[Any]) -> None:
+        self._received_bytes[node] += sum(map(len, frames))
+        self._received_frames[node] += len(frames)
+
+    def stats(self) -> dict[str, list[int]]:
+        return {
+            "sent_bytes": list(self._sent_bytes),
+            "received_bytes": list(self._received_bytes),
+            "sent_frames": list(self._sent_frames),
+            "received_frames": list(self._received_frames),
+        }
+
+
+def short(text: str) -> str:
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
