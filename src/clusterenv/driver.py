@@ -28,13 +28,7 @@ from clusterenv.engine.slots import Slots
 from clusterenv.engine.state import State
 from clusterenv.engine.weights import Transfer, WeightLedger
 from clusterenv.engine.workers import Workers
-from clusterenv.errors import (
-    DeadlineError,
-    NotPlainError,
-    PolicyError,
-    UsageError,
-    WorkerLostError,
-)
+from clusterenv.errors import DeadlineError, NotPlainError, PolicyError, UsageError, WorkerLostError
 from clusterenv.events import EventLog
 from clusterenv.executors.contract import Executor
 from clusterenv.memory.rows import Buffers

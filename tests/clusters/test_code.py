@@ -522,7 +522,7 @@ def test_files_are_sent_once_and_only_those_offered(asked, tmp_path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     sent = []
     head = SimpleNamespace(
-        roster=SimpleNamespace(holder=lambda shard: 0),
+        roster=SimpleNamespace(holder=lambda shard: 0, session=lambda node: 1),
         shard_events=deque(),
         inbox=SimpleNamespace(open_bytes=[0]),
         progress=SimpleNamespace(expect=lambda shard_of, phases: None),
