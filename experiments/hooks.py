@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from unittest import mock
 
-from clusterenv.engine import synchronization
+from clusterenv.engine.collecting import synchronization
 from clusterenv.policy.sync.exchange import Exchange
 from clusterenv.policy.sync.rules import Decision, Standing
 

@@ -14,12 +14,12 @@ from typing import Any, Literal
 import numpy as np
 
 from clusterenv.driver import Driver
-from clusterenv.engine.assembly import Part, end_episodes, put_together, size_of
-from clusterenv.engine.collecting import Attached
-from clusterenv.engine.fragments import Fragment
-from clusterenv.engine.stats import Counters
-from clusterenv.engine.synchronization import Synchronization
-from clusterenv.engine.weights import Machine
+from clusterenv.engine.collecting.assembly import Part, end_episodes, put_together, size_of
+from clusterenv.engine.collecting.collecting import Attached
+from clusterenv.engine.collecting.counters import Counters
+from clusterenv.engine.collecting.fragments import Fragment
+from clusterenv.engine.collecting.synchronization import Synchronization
+from clusterenv.engine.collecting.weights import Machine
 from clusterenv.errors import DeadlineError, EnvError, PolicyError, WorkerLostError
 from clusterenv.events import Event
 from clusterenv.policy.acting.base import Policy
@@ -64,7 +64,9 @@ class Collection:
         self._driver.carry_out()
 
     def _decide(self, machine: Machine, max_lag: int | None = None) -> None:
+        begin = time.perf_counter()
         reason = self.sync.decide(machine, max_lag)
+        self.counts.considering_s += time.perf_counter() - begin
         if reason is not None:
             driver = self._driver
             slots = tuple(slot for worker in driver.weights.workers_of(machine) for slot in driver.slots_of[worker])

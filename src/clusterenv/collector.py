@@ -17,9 +17,9 @@ import numpy as np
 from clusterenv.arguments import expect, fits, refused
 from clusterenv.code.missing import carry, dumps, why
 from clusterenv.collection import Collection
-from clusterenv.engine.collecting import Attached
-from clusterenv.engine.fragments import Mode
-from clusterenv.engine.synchronization import Synchronization
+from clusterenv.engine.collecting.collecting import Attached
+from clusterenv.engine.collecting.fragments import Mode
+from clusterenv.engine.collecting.synchronization import Synchronization
 from clusterenv.errors import PolicyError, UsageError
 from clusterenv.events import emit
 from clusterenv.policy import as_policy
@@ -289,7 +289,6 @@ class Collector:
         return {
             **self._counts.stats(),
             **self._sync.stats(),
-            "considering_s": self._sync.deciding_s,
             "restarts": sum(self._driver.events.counts.get(kind, 0) for kind in ("worker_lost", "env_error")),
             "policy": self._collection.attached.family.name,
         }

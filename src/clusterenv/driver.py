@@ -15,9 +15,10 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.engine.agreement import agree
+from clusterenv.engine.collecting.fragments import Mode
+from clusterenv.engine.collecting.weights import Transfer, WeightLedger
 from clusterenv.engine.engine import Engine, Pending
 from clusterenv.engine.failures import env_error
-from clusterenv.engine.fragments import Mode
 from clusterenv.engine.health import Health
 from clusterenv.engine.incarnations import Incarnations
 from clusterenv.engine.inputs import WeightsHeld, WeightsSent
@@ -26,15 +27,14 @@ from clusterenv.engine.requests import Kind, Request, Requests
 from clusterenv.engine.rows import Delivery, Rows
 from clusterenv.engine.slots import Slots
 from clusterenv.engine.state import State
-from clusterenv.engine.weights import Transfer, WeightLedger
 from clusterenv.engine.workers import Workers
 from clusterenv.errors import DeadlineError, NotPlainError, PolicyError, UsageError, WorkerLostError
 from clusterenv.events import EventLog
+from clusterenv.executors.building import Building, lay_out, own_mode
 from clusterenv.executors.contract import Executor
 from clusterenv.memory.rows import Buffers
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint, own_spaces
-from clusterenv.starting import Building, lay_out, own_mode
 from clusterenv.system.interrupts import checkpoint, uninterrupted
 from clusterenv.wire.requests import Attach, Reply
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import clusterenv as ce
-from clusterenv.phases import Phase
+from clusterenv.vector.phases import Phase
 from toys import Trouble
 
 N = 4

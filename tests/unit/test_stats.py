@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from clusterenv.engine.stats import Counters
+from clusterenv.engine.collecting.counters import Counters
 
 
 class OneEpisode:

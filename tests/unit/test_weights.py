@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from clusterenv.cluster.weight_server import WeightServer
+from clusterenv.engine.collecting.weights import Node, WeightLedger
 from clusterenv.engine.health import Health
 from clusterenv.engine.inputs import WeightsHeld, WeightsRefused, WeightsSent
 from clusterenv.engine.instructions import Kill
 from clusterenv.engine.requests import Requests
-from clusterenv.engine.weights import Node, WeightLedger
 from clusterenv.engine.workers import Workers
 from clusterenv.errors import ProtocolError
 from clusterenv.memory.progress import PHASES

@@ -13,7 +13,7 @@ from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
-from clusterenv.engine.collecting import Collecting, of_slots
+from clusterenv.engine.collecting.collecting import Collecting, of_slots
 from clusterenv.engine.failures import Failures
 from clusterenv.engine.health import Health, PaceWatch
 from clusterenv.engine.inputs import Cause, Exit, Placed, Stack, WeightsHeld, WeightsRefused, WeightsSent

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from clusterenv.engine.collecting.weights import WeightLedger
 from clusterenv.engine.instructions import Instruction, Kill, TraceStack
 from clusterenv.engine.requests import Requests
-from clusterenv.engine.weights import WeightLedger
 from clusterenv.engine.workers import Progress, Workers, WorkerState
 from clusterenv.events import Event
 from clusterenv.memory.progress import PHASES

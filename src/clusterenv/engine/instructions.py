@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from clusterenv.engine.collecting.weights import Transfer
 from clusterenv.engine.requests import Request
-from clusterenv.engine.weights import Transfer
 
 __all__ = ["Instruction", "Kill", "PutWeights", "Send", "Start", "TraceStack"]
 

@@ -6,12 +6,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from clusterenv.engine.collecting.weights import WeightLedger
 from clusterenv.engine.incarnations import Incarnations
 from clusterenv.engine.instructions import Instruction, Send
 from clusterenv.engine.requests import Kind, Request, Requests
 from clusterenv.engine.rows import Delivery
 from clusterenv.engine.slots import Slots
-from clusterenv.engine.weights import WeightLedger
 from clusterenv.engine.workers import Workers
 from clusterenv.events import EventLog
 

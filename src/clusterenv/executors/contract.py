@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+from clusterenv.engine.collecting.weights import Transfer
 from clusterenv.engine.requests import Request
-from clusterenv.engine.weights import Transfer
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Layout
 from clusterenv.wire.requests import Reply

@@ -11,9 +11,9 @@ from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.engine.collecting.weights import Transfer
 from clusterenv.engine.inputs import Cause, Exit
 from clusterenv.engine.requests import Request
-from clusterenv.engine.weights import Transfer
 from clusterenv.executors.contract import is_plain
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.progress import PROGRESS_BYTES

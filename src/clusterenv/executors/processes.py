@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from clusterenv.engine.collecting.weights import Transfer
 from clusterenv.engine.requests import Request
-from clusterenv.engine.weights import Transfer
 from clusterenv.executors.contract import Processes, is_plain
 from clusterenv.executors.output import OutputLog
 from clusterenv.executors.worker_processes import WorkerProcesses, write_weights

@@ -19,9 +19,9 @@ from clusterenv.cluster.head import Head
 from clusterenv.cluster.roster import ShardAssigned, ShardUnassigned
 from clusterenv.code.missing import missing_package
 from clusterenv.code.packages import pack
+from clusterenv.engine.collecting.weights import Transfer
 from clusterenv.engine.inputs import Cause, Exit, Placed, Stack, WeightsHeld, WeightsRefused, WeightsSent
 from clusterenv.engine.requests import Request
-from clusterenv.engine.weights import Transfer
 from clusterenv.errors import PolicyError, ProtocolError, SpecError, StartError, UsageError
 from clusterenv.events import emit
 from clusterenv.executors.contract import Nodes, Printed, Processes, is_plain

@@ -16,8 +16,8 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.backends.local import split
 from clusterenv.driver import Driver
+from clusterenv.engine.collecting.weights import Transfer
 from clusterenv.engine.requests import Request
-from clusterenv.engine.weights import Transfer
 from clusterenv.errors import SpecError
 from clusterenv.events import EventLog
 from clusterenv.executors.inline import InlineExecutor

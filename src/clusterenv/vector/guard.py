@@ -6,10 +6,10 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.driver import Driver
-from clusterenv.engine.fragments import Mode
+from clusterenv.engine.collecting.fragments import Mode
 from clusterenv.errors import ClosedError, UsageError
-from clusterenv.phases import Phase, refusal, refused
 from clusterenv.system.teardown import Teardown
+from clusterenv.vector.phases import Phase, refusal, refused
 
 __all__ = ["CallGuard"]
 

@@ -8,13 +8,13 @@ from typing import Any
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.engine.agreement import Agreed
+from clusterenv.engine.collecting.weights import WeightLedger
 from clusterenv.engine.failures import env_error, last_words
 from clusterenv.engine.health import Health
 from clusterenv.engine.incarnations import Incarnations
 from clusterenv.engine.inputs import Cause, Exit, Placed, Stack
 from clusterenv.engine.instructions import Kill
 from clusterenv.engine.requests import Kind, Requests
-from clusterenv.engine.weights import WeightLedger
 from clusterenv.engine.workers import Worker, Workers
 from clusterenv.errors import SpecError, WorkerLostError
 from clusterenv.events import EventLog, emit_progress

@@ -7,14 +7,13 @@ newest version (`decide`). The versions and the rule are the `Exchange`'s, what 
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 import numpy as np
 
-from clusterenv.engine.assembly import Part
-from clusterenv.engine.collecting import Samples
-from clusterenv.engine.weights import Machine, Node, WeightLedger
+from clusterenv.engine.collecting.assembly import Part
+from clusterenv.engine.collecting.collecting import Samples
+from clusterenv.engine.collecting.weights import Machine, Node, WeightLedger
 from clusterenv.events import emit
 from clusterenv.policy.acting.base import Prepared
 from clusterenv.policy.sync.drift import sample_every
@@ -32,8 +31,6 @@ class Synchronization:
         self.exchange = exchange
         self.publisher = exchange.publisher
         self.publisher.weights_of = self._weights_of
-        self.deciding_s = 0.0
-        """Time that the rule took, with the drift that it wants to know."""
         self._ledger = ledger
         self._nodes = [Node() for _ in range(ledger.num_nodes)]
         self._is_recurrent = prepared.is_recurrent
@@ -74,11 +71,9 @@ class Synchronization:
         """
         if machine.is_receiving:
             return None  # decided when these have arrived, for what is newest then
-        begin = time.perf_counter()
         node = self._nodes[machine.node]
         node.standing = self.exchange.stand(machine.assigned, max(machine.acted.values(), default=0))
         decision = self.exchange.consider(machine.node, node.standing, max_lag)
-        self.deciding_s += time.perf_counter() - begin
         if decision.is_overdue and not self._was_overdue:
             self._was_overdue = True
             emit(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clusterenv.code.missing import missing_package
-from clusterenv.engine.fragments import Fragment, Fragments
+from clusterenv.engine.collecting.fragments import Fragment, Fragments
 from clusterenv.engine.instructions import PutWeights
 from clusterenv.engine.requests import Kind, Request
 from clusterenv.engine.state import State

@@ -1,0 +1,1 @@
+"""Decisions about collecting with a policy on the workers: fragments, weights, what a batch consists of."""
