@@ -1,4 +1,4 @@
-"""Faults on one machine (RELIABILITY 1, 2, 5, 6, 10, 11, 12, 16, 28): what the user sees, and in which time."""
+"""Faults on one machine (docs/guarantees.md 1, 2, 5, 6, 10, 11, 12, 16, 28): what the user sees, and in which time."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ FAULTS = {
 @pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda m: m.name)
 @pytest.mark.parametrize("what", FAULTS)
 def test_fault_costs_only_the_slots_concerned(tmp_path, what, mode):
-    """RELIABILITY 1, 2, 5, 10, 12, 16."""
+    """docs/guarantees.md 1, 2, 5, 10, 12, 16."""
     hit, reason = FAULTS[what]
     spared = [slot for slot in range(N) if slot not in hit]
     envs = troubled(tmp_path, what, mode=mode)
@@ -125,7 +125,7 @@ def test_later_incarnations_have_seeds_of_their_own_and_sticky_attributes(tmp_pa
 
 
 def test_a_worker_killed_between_steps_is_replaced(tmp_path):
-    """RELIABILITY 1: known within a second, with its signal."""
+    """docs/guarantees.md 1: known within a second, with its signal."""
     envs = troubled(tmp_path, None)
     envs.reset(seed=0)
     envs.step(ZEROS)
@@ -228,7 +228,7 @@ def test_on_error_raise(tmp_path):
 
 @pytest.mark.parametrize("what", ["raise", "kill"])
 def test_a_crash_loop_ends_in_a_typed_error(tmp_path, what):
-    """RELIABILITY 11."""
+    """docs/guarantees.md 11."""
     recovery = ce.Recovery(backoff_s=(0.01, 0.02), max_restarts=3)
     envs = troubled(tmp_path, what, always=True, recovery=recovery)
     envs.reset(seed=0)
@@ -298,7 +298,7 @@ def test_no_replacement_in_time_raises_with_the_good_rows(tmp_path):
 
 
 def test_a_slow_environment_is_named_and_never_killed(tmp_path):
-    """RELIABILITY 6."""
+    """docs/guarantees.md 6."""
 
     class Slow(Trouble):
         def step(self, action):
@@ -315,7 +315,7 @@ def test_a_slow_environment_is_named_and_never_killed(tmp_path):
 
 
 def test_a_late_reply_is_never_taken_for_the_next(tmp_path):
-    """RELIABILITY 28: Gymnasium's AsyncVectorEnv returns the previous step's result here."""
+    """docs/guarantees.md 28: Gymnasium's AsyncVectorEnv returns the previous step's result here."""
 
     class Sleepy(Trouble):
         def step(self, action):
@@ -365,7 +365,7 @@ def test_objects_survive_a_loss(tmp_path):
 
 
 def test_closing_while_an_environment_hangs_is_bounded(tmp_path):
-    """RELIABILITY 16."""
+    """docs/guarantees.md 16."""
     envs = troubled(tmp_path, "hang_with_gil", at=1, recovery=ce.Recovery())
     envs.reset(seed=0)
     envs.send(ZEROS)

@@ -1,4 +1,4 @@
-"""How processes start and end: unguarded scripts, notebooks, Ctrl-C, sys.exit, garbage (RELIABILITY 13, 15)."""
+"""How processes start and end: unguarded scripts, notebooks, Ctrl-C, sys.exit, garbage (docs/guarantees.md 13, 15)."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_notebook_runs():
 @pytest.mark.parametrize("ending", ["raise ValueError('mine')", "raise SystemExit(7)", "os._exit(9)", "del envs"])
 @pytest.mark.parametrize("moment", ["idle", "in_flight"])
 def test_however_the_script_ends_nothing_is_left(tmp_path, ending, moment):
-    """RELIABILITY 13, 15."""
+    """docs/guarantees.md 13, 15."""
     script = f"""
         import os
         import clusterenv as ce
@@ -162,7 +162,7 @@ envs.step([0, 1])
     "signals", [[signal.SIGINT], [signal.SIGINT, signal.SIGINT], [signal.SIGKILL], [signal.SIGTERM]]
 )
 def test_ctrl_c_and_kill_leave_nothing(tmp_path, signals):
-    """RELIABILITY 13, 15: while an environment hangs."""
+    """docs/guarantees.md 13, 15: while an environment hangs."""
     env = {**environment(), "CLUSTERENV_TEST": str(tmp_path)}
     process = subprocess.Popen(
         [sys.executable, "-c", HANGING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
