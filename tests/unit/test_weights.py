@@ -179,6 +179,24 @@ def test_a_shard_that_leaves_a_machine_with_another_one_reads_nothing_there(told
     assert told.load(0)[1] == first, "worker 3 would have kept the place for ever"
 
 
+def test_the_same_weights_have_a_number_of_their_own_on_each_machine(told):
+    """Both machines pull at the same time: what one is given must not be withdrawn from the other."""
+    ledger, server = told.ledger, WeightServer()
+    ledger.placed(0, 0, 5)
+    ledger.placed(1, 0, 5)
+    ledger.assign(ledger.of(0), 0, b"weights")
+    told.load(0)
+    ledger.placed(1, None, 0)
+    ledger.placed(1, 1, 6)
+    first, second = ledger.of(0).assigned, ledger.of(2).assigned
+    assert first.data == second.data and first.number != second.number
+    for weights, session in ((first, 5), (second, 6)):
+        server.put(weights.number, session, weights.data, False)
+    for weights, session in ((first, 5), (second, 6)):
+        ((message, _),) = server.answer(Pull(weights.number, 0, 7), session)
+        assert not isinstance(message, Withdrawn)
+
+
 def test_limits_for_hangs_begin_when_the_weights_are_there(told):
     workers = Workers([[0], [1], [2], [3]], [0, 0, 1, 1], None)
     health = Health(workers, Requests(4), told.ledger, Recovery(step_timeout_s=10.0))

@@ -113,14 +113,14 @@ class _Place:
 class Machine:
     """What one machine has, for as long as its session lasts: all its shards share it."""
 
-    def __init__(self, node: int, session: int, before: Machine | None = None) -> None:
+    def __init__(self, node: int, session: int) -> None:
         self.node = node
         self.session = session
-        self.assigned: Weights | None = None if before is None else before.assigned
+        self.assigned: Weights | None = None
         """What its workers act with from their next fragment on. It travels when the first of them has to load it."""
-        self.evaluated: Weights | None = None if before is None else before.evaluated
+        self.evaluated: Weights | None = None
         """What they load for an evaluation, meanwhile."""
-        self.acted: Counter[int] = Counter() if before is None else before.acted
+        self.acted: Counter[int] = Counter()
         """Worker → fragments that it acted with the assigned weights, and that were handed over."""
         self.held: Weights | None = None
         """The last that arrived, to act with: packed weights are steps from these."""
@@ -291,10 +291,15 @@ class WeightLedger:
         if node is not None:
             found = next((m for m in self if (m.node, m.session) == (node, session)), None)
         if found is None:
-            found = Machine(shard if node is None else node, session, before)
-        elif found.assigned is None:
-            found.assigned, found.evaluated, found.acted = before.assigned, before.evaluated, before.acted
+            found = Machine(shard if node is None else node, session)
+        if found.assigned is None:
+            found.assigned, found.evaluated = self._anew(before.assigned), self._anew(before.evaluated)
+            found.acted = before.acted.copy()
         self._machines[shard] = found
+
+    def _anew(self, weights: Weights | None) -> Weights | None:
+        """Return the same weights for another machine: a number names a transfer to one machine only."""
+        return None if weights is None else weights._replace(number=self._next_number())
 
     def heard(self, event: WeightsSent | WeightsHeld | WeightsRefused) -> Transfer | None:
         """Take note of what became of a transfer; returns it where it has to be sent again, whole."""
