@@ -38,7 +38,7 @@ class ClusterEnvError(Exception):
 
     def __reduce__(self) -> Any:
         # Exceptions are unpickled by calling their class with `args`, which fails where it has keyword arguments too.
-        # A process driver whose task raises such a one breaks.
+        # A process pool whose task raises such a one breaks.
         return _restore, (type(self), self.args, self.__dict__)
 
 

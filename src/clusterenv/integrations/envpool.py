@@ -1,6 +1,6 @@
 """EnvPool's C++ environments inside ClusterEnv's workers.
 
-Enters: an EnvPool task id. Leaves: a `Vector`, from which every worker builds one driver for its slots. EnvPool
+Enters: an EnvPool task id. Leaves: a `Vector`, from which every worker builds one pool for its slots. EnvPool
 alone stops at one machine, and two of its processes made with the same arguments play the same episodes; here
 each slot of the whole run has a seed of its own.
 
@@ -71,7 +71,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
     """One EnvPool as a proper Gymnasium `VectorEnv` (EnvPool's own class reports unbatched spaces).
 
     Autoreset is EnvPool's: `NEXT_STEP`. EnvPool takes seeds only when it is built, so a `reset` with seeds
-    rebuilds the driver; without seeds it continues the random streams. Seeds are taken modulo 2**31.
+    rebuilds the pool; without seeds it continues the random streams. Seeds are taken modulo 2**31.
     """
 
     def __init__(
@@ -105,62 +105,62 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
             "render_modes": ["rgb_array", "human"],
             "autoreset_mode": AutoresetMode.NEXT_STEP,
         }
-        # Built by the first reset: its seeds decide, and an Atari or MuJoCo driver is not built twice.
-        self._driver: Any = None
+        # Built by the first reset: its seeds decide, and an Atari or MuJoCo pool is not built twice.
+        self._pool: Any = None
         self._obs: Any = None
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset all environments, or those of `options["reset_mask"]`; seeds rebuild the driver."""
+        """Reset all environments, or those of `options["reset_mask"]`; seeds rebuild the pool."""
         if self.closed:
-            raise ClosedError("the driver was closed")
+            raise ClosedError("the pool was closed")
         if other := sorted((options or {}).keys() - {"reset_mask"}):
             raise UsageError(f"EnvPool takes no option but reset_mask, got {other}")
         mask = (options or {}).get("reset_mask")
         if mask is not None:
             if seed is not None:
-                raise UsageError("EnvPool cannot seed some environments of a driver: reset_mask goes without seed")
+                raise UsageError("EnvPool cannot seed some environments of a pool: reset_mask goes without seed")
             return self._reset_some(np.asarray(mask, dtype=np.bool_))
         if seed is not None:
-            self._driver = None
+            self._pool = None
             self._seeds = self._checked(seed)
-        if self._driver is None:
-            self._driver = self._build()
-        self._obs, infos = self._driver.reset()
+        if self._pool is None:
+            self._pool = self._build()
+        self._obs, infos = self._pool.reset()
         if unknown := set(self._info_keys) - infos.keys():
             raise SpecError(f"info_keys: {self._task_id} has no {sorted(unknown)}, only {sorted(infos)}")
         return self._obs, self._masked(infos)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        if self._driver is None:
+        if self._pool is None:
             raise UsageError("step before reset, or after close: call reset() first")
-        self._obs, rewards, terminations, truncations, infos = self._driver.step(actions)
+        self._obs, rewards, terminations, truncations, infos = self._pool.step(actions)
         return self._obs, rewards, terminations, truncations, self._masked(infos)
 
     def render(self) -> tuple[Any, ...] | None:
-        if self._driver is None or self.render_mode != "rgb_array":
+        if self._pool is None or self.render_mode != "rgb_array":
             return None
-        return tuple(self._driver.render(env_ids=np.arange(self.num_envs, dtype=np.int32)))
+        return tuple(self._pool.render(env_ids=np.arange(self.num_envs, dtype=np.int32)))
 
     def close_extras(self, **kwargs: Any) -> None:
-        if self._driver is not None:
-            self._driver.close()
-            self._driver = None  # EnvPool's threads end with the object, not with close()
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None  # EnvPool's threads end with the object, not with close()
 
     def _build(self) -> Any:
-        driver = self._library.make_gymnasium(self._task_id, seed=self._seeds, **self._kwargs)
+        pool = self._library.make_gymnasium(self._task_id, seed=self._seeds, **self._kwargs)
         with _quiet_spaces():
-            _ = driver.observation_space, driver.action_space  # made on first use, which is inside step()
-        return driver
+            _ = pool.observation_space, pool.action_space  # made on first use, which is inside step()
+        return pool
 
     def _reset_some(self, mask: Any) -> tuple[Any, dict[str, Any]]:
-        if self._driver is None:
+        if self._pool is None:
             raise UsageError("reset_mask before the first reset: call reset() first")
         rows = np.flatnonzero(mask).astype(np.int32)
         if mask.shape != (self.num_envs,) or not len(rows):
             raise UsageError(f"reset_mask must be [{self.num_envs}] booleans with one of them true, got {mask}")
-        obs, infos = self._driver.reset(rows)
+        obs, infos = self._pool.reset(rows)
         self._obs = _placed(self._obs, obs, rows)
         placed = {}
         for key in self._info_keys:

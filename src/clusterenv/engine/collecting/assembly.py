@@ -52,6 +52,47 @@ def put_together(parts: list[Part], num_steps: int, space: Any, leaves: tuple[Le
         pieces = [pick(part.side)[rows, part.columns] for part in parts]
         return np.concatenate(pieces, axis=1)
 
+    beside = _join_results(parts, num_steps, n, leaves)
+    obs, last = [], []
+    for i in range(len(leaves)):
+        pick_leaf = partial(_leaf, i)
+        obs.append(take(pick_leaf))
+        last.append(take(pick_leaf, slice(num_steps, num_steps + 1))[0])
+    has_masks = parts[0].side.masks.shape[2] > 0
+    return Rollout(
+        obs=assemble(space, iter(obs)),
+        actions=take(lambda side: side.actions),
+        rewards=take(lambda side: side.rewards),
+        terminations=take(lambda side: side.terminations),
+        truncations=take(lambda side: side.truncations),
+        logprobs=take(lambda side: side.logprobs),
+        versions=beside.versions,
+        valid=take(lambda side: side.valid),
+        episode_starts=take(lambda side: side.starts),
+        last_obs=assemble(space, iter(last)),
+        final_obs=assemble(space, iter(beside.finals)),
+        final_at=beside.final_at,
+        slots=np.array(slots),
+        infos=beside.infos,
+        episodes=beside.episodes,
+        action_masks=take(lambda side: side.masks) if has_masks else None,
+        initial_state=_join_states(parts),
+        incarnations=np.array([number for part in parts for number in part.incarnations]),
+        sequence=np.array([part.sequence for part in parts for _ in part.slots]),
+    )
+
+
+class _Beside(NamedTuple):
+    """What fragments bring beside their arrays, joined."""
+
+    versions: Any  # [T, N]
+    finals: list[Any]
+    final_at: Any
+    infos: dict[str, Any]
+    episodes: Episodes
+
+
+def _join_results(parts: list[Part], num_steps: int, n: int, leaves: tuple[Leaf, ...]) -> _Beside:
     versions = np.full((num_steps, n), -1, dtype=np.int64)
     final_t, final_n, final_leaves = [_NONE], [_NONE], [[np.zeros((0, *f.shape), f.dtype) for f in leaves]]
     episodes: list[tuple[int, int, float, int, dict[str, Any]]] = []
@@ -72,33 +113,8 @@ def put_together(parts: list[Part], num_steps: int, space: Any, leaves: tuple[Le
     order = np.lexsort((who, when))
     finals = [np.concatenate(pieces)[order] for pieces in zip(*final_leaves, strict=True)]
     episodes.sort(key=lambda item: item[:2])
-    obs, last = [], []
-    for i in range(len(leaves)):
-        pick_leaf = partial(_leaf, i)
-        obs.append(take(pick_leaf))
-        last.append(take(pick_leaf, slice(num_steps, num_steps + 1))[0])
-    has_masks = parts[0].side.masks.shape[2] > 0
-    return Rollout(
-        obs=assemble(space, iter(obs)),
-        actions=take(lambda side: side.actions),
-        rewards=take(lambda side: side.rewards),
-        terminations=take(lambda side: side.terminations),
-        truncations=take(lambda side: side.truncations),
-        logprobs=take(lambda side: side.logprobs),
-        versions=versions,
-        valid=take(lambda side: side.valid),
-        episode_starts=take(lambda side: side.starts),
-        last_obs=assemble(space, iter(last)),
-        final_obs=assemble(space, iter(finals)),
-        final_at=np.stack([when[order], who[order]], axis=1),
-        slots=np.array(slots),
-        infos=_info_arrays(infos, num_steps, n),
-        episodes=_episode_table(episodes),
-        action_masks=take(lambda side: side.masks) if has_masks else None,
-        initial_state=_join_states(parts),
-        incarnations=np.array([number for part in parts for number in part.incarnations]),
-        sequence=np.array([part.sequence for part in parts for _ in part.slots]),
-    )
+    final_at = np.stack([when[order], who[order]], axis=1)
+    return _Beside(versions, finals, final_at, _info_arrays(infos, num_steps, n), _episode_table(episodes))
 
 
 def _leaf(i: int, side: Side) -> Any:
