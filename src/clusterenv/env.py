@@ -1,7 +1,7 @@
-"""`ClusterEnv`: members composed into one `gymnasium.vector.VectorEnv`, equal to `SyncVectorEnv`.
+"""`ClusterEnv`: environments in worker processes as one `gymnasium.vector.VectorEnv`, equal to `SyncVectorEnv`.
 
 This module keeps the rules of when a call makes sense and what it does; `vector/` checks arguments and shapes results.
-Where the environments run is the backend's business, what happens when one fails the pool's.
+Where the environments run is the backend's business, what happens when one fails is decided by the engine.
 """
 
 from __future__ import annotations

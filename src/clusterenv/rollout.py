@@ -1,6 +1,6 @@
 """`Rollout`: what a collector hands to a learner, `[T, N, ...]` with version, validity and true final observations.
 
-Made by `collector.py` from fragments; read by learners and by `learning.py`. Holds no reference to any process.
+Made by `engine/collecting/assembly.py` from fragments; read by learners and by `learning.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The user's code on its way to other processes and machines: pickled, with the source files that these may lack.
 
 `cloudpickle` sends what it finds in an importable module by name, and what belongs to the script itself by value.
-Whether a machine can import the module is the business of `sources`.
+Whether a machine can import the module is decided in `packages.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the engine wants done: the driver carries it out, in this order."""
+"""What the engine wants done: the driver carries it out, in the order in which it was left."""
 
 from __future__ import annotations
 

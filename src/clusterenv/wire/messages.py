@@ -35,9 +35,12 @@ __all__ = [
     "StepAll",
     "Rows",
     "SteppedAll",
+    "StackTrace",
     "Start",
     "ToWorker",
+    "TraceStack",
     "Welcome",
+    "Withdrawn",
 ]
 
 PROTOCOL = 6

@@ -1,7 +1,7 @@
 """The environments of one worker, stepped in a plain loop that writes straight into the buffers.
 
-Enters: requests of `messages`. Leaves: rows in `Buffers` and a `Reply`. No process, socket or signal in here, so
-the same group runs inside a worker process and in the caller's own (`Local(workers=0)`).
+Enters: requests of `wire/requests.py`. Leaves: rows in `Buffers` and a `Reply`. No process, socket or signal in here,
+so the same group runs inside a worker process and in the caller's own (`Local(workers=0)`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a collector counts: steps, episodes, and where the workers' time goes. Pure.
 
-Fed by `Collector` with every batch; read by `stats()` and `summary()`.
+Fed by `Collection` with every batch; read by `stats()` and `summary()`.
 """
 
 from __future__ import annotations

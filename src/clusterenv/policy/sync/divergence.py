@@ -1,7 +1,7 @@
 """How far two policies are apart in a state, from the numbers of their distributions. Pure numpy, float64 inside.
 
-`divergence(family)(old, new, knobs)` gives one number per row, where rows are parameters as `families` lays them out:
-KL(old || new) for distributions, and kin for policies that are none. All are 0 for equal rows and never negative.
+`divergence(family)(old, new, knobs)` gives one number per row, where rows are parameters as `distributions` lays them
+out: KL(old || new) for distributions, and kin for policies that are none. All are 0 for equal rows and never negative.
 """
 
 from __future__ import annotations

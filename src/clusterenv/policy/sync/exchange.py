@@ -1,6 +1,6 @@
 """Which weights travel to a machine, and in which form: the rule, the codec and the policy's versions. No I/O.
 
-Called by `Collector` for each machine that something is asked of, with what the weight ledger knows of it.
+Called by `Synchronization` for each machine that something is asked of, with what the weight ledger knows of it.
 """
 
 from __future__ import annotations
