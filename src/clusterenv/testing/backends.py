@@ -149,21 +149,20 @@ class BackendContract:
     def test_a_killed_worker_is_replaced(self, folder: Path) -> None:
         with self._make(folder) as envs:
             before = _start(envs)
-            killed = before[0]["worker"]
-            on_it = np.array([place["worker"] == killed and place["agent"] == before[0]["agent"] for place in before])
+            on_it = np.array([place == before[0] for place in before])
             obs, rewards, terminations, truncations, infos = envs.step(_actions(envs, 0, KILL_WORKER))
             assert np.array_equal(infos["transition_valid"], ~on_it), (
                 "exactly the rows of the killed worker are invalid"
             )
             assert truncations[on_it].all() and not terminations.any() and not rewards[on_it].any()
             assert (obs[~on_it] == 2).all(), "the environments of other workers went on"
-            _step_until(envs, lambda: all(place["worker"] != killed for place in _places(envs) or before))
+            _step_until(envs, lambda: all(place != before[0] for place in _places(envs) or before))
             assert "node_lost" not in _kinds(envs), "a worker was killed, not a node"
 
     def test_a_killed_node_is_replaced(self, folder: Path) -> None:
         with self._make(folder) as envs:
             before = _start(envs)
-            agents = [(place["where"], place["agent"]) for place in before]
+            agents = [(place["where"], place["agent"], place["began"]) for place in before]
             self.kill_node(envs, 0)
             lost = _step_until(envs, lambda: _kinds(envs).count("node_joined") == self.nodes + 1)
             on_it = {slot for slot, agent in enumerate(agents) if agent == agents[0]}
@@ -287,8 +286,8 @@ def _places(envs: ce.ClusterEnv) -> Sequence[dict[str, Any]]:
     return places
 
 
-def _agents(places: Sequence[dict[str, Any]]) -> set[tuple[str, int]]:
-    return {(place["where"], place["agent"]) for place in places}
+def _agents(places: Sequence[dict[str, Any]]) -> set[tuple[Any, ...]]:
+    return {(place["where"], place["agent"], place["began"]) for place in places}
 
 
 def _kinds(envs: ce.ClusterEnv) -> list[str]:

@@ -38,8 +38,13 @@ class Fragile(gym.Env[Any, Any]):
         return self._observation(), 1.0, False, False, {}
 
     def place(self) -> dict[str, Any]:
-        """Return the numbers of the worker process and of its node agent, and where these numbers mean something."""
-        return {"worker": os.getpid(), "agent": _agent(), "where": where()}
+        """Return the numbers of the worker process and of its node agent, and where these numbers mean something.
+
+        The kernel gives a new namespace the number of one that is gone: when the agent began tells them apart.
+        """
+        agent = _agent()
+        began = Path(f"/proc/{agent}/stat").read_text().rsplit(")", 1)[1].split()[19]
+        return {"worker": os.getpid(), "agent": agent, "where": where(), "began": began}
 
     def _observation(self) -> Any:
         return np.array([self._count], dtype=np.float64)
