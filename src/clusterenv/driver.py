@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode
 from clusterenv.engine.agreement import agree
 from clusterenv.engine.collecting.fragments import Mode
 from clusterenv.engine.collecting.weights import Transfer, WeightLedger
-from clusterenv.engine.engine import Engine, Pending
+from clusterenv.engine.engine import Engine
 from clusterenv.engine.failures import env_error
 from clusterenv.engine.health import Health
 from clusterenv.engine.incarnations import Incarnations
@@ -131,15 +131,9 @@ class Driver:
             instruction = out.popleft()
             try:
                 self._do(instruction)
-            except NotPlainError:  # the message cannot travel: the same is asked of nobody else
+            except NotPlainError:
                 assert isinstance(instruction, Send) and instruction.request is not None
-                kind = instruction.request.kind
-                for unsent in (instruction, *out):
-                    if isinstance(unsent, Send) and unsent.request is not None and unsent.request.kind is kind:
-                        self._requests.close(unsent.request)
-                unsent_kinds = [i for i in out if not (isinstance(i, Send) and i.request and i.request.kind is kind)]
-                out.clear()
-                out.extend(unsent_kinds)
+                self._state.cancel(instruction.request)
                 raise
 
     def _do(self, instruction: Instruction) -> None:
@@ -179,7 +173,7 @@ class Driver:
             done = workers if answers is None else answers[0]
         finally:
             if done < workers:
-                engine.spill(Pending(number, done), time.monotonic())
+                engine.spill(number, done, time.monotonic())
         if answers is not None:
             for worker, message in answers[1]:
                 if worker < done:

@@ -8,7 +8,6 @@ several of them when something goes wrong.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 from gymnasium.vector import AutoresetMode
@@ -26,19 +25,10 @@ from clusterenv.recovery import Recovery
 from clusterenv.wire import infos as info_columns
 from clusterenv.wire.requests import Act, Acted, Attach, Built, Call, Reply, Reset, SetAttr, Step
 
-__all__ = ["Engine", "Pending"]
+__all__ = ["Engine"]
 
 _SLOW_EVERY = 256
 """Steps between two looks for slow environments."""
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A step of all slots that was begun without opening a request for each worker."""
-
-    number: int
-    done: int
-    """Workers that have answered, in order."""
 
 
 class Engine:
@@ -53,15 +43,15 @@ class Engine:
 
     # -- a step of all slots ----------------------------------------------------------------------------------
 
-    def spill(self, pending: Pending, now_s: float) -> None:
-        """Not every worker has answered a step of all slots with nothing but rows: open requests for the others."""
+    def spill(self, number: int, done: int, now_s: float) -> None:
+        """Open requests for a step of all slots that only the first `done` workers have answered as usual."""
         state = self.state
         state.rows.expect_all()
         for worker in state.workers:
-            if worker.index < pending.done:
+            if worker.index < done:
                 state.rows.mark_ready(worker.slots)
             else:
-                state.requests.open(worker.index, Kind.STEP, worker.slots, pending.number)
+                state.requests.open(worker.index, Kind.STEP, worker.slots, number)
                 worker.asked(now_s)
 
     # -- requests ---------------------------------------------------------------------------------------------

@@ -40,6 +40,18 @@ class State:
         self.out.append(Send(worker, message, request))
         return request
 
+    def cancel(self, request: Request) -> None:
+        """This message cannot travel: neither it nor what is left to be sent of the same kind is asked of anybody."""
+        self.requests.close(request)
+        kept = []
+        for later in self.out:
+            if isinstance(later, Send) and later.request is not None and later.request.kind is request.kind:
+                self.requests.close(later.request)
+            else:
+                kept.append(later)
+        self.out.clear()
+        self.out.extend(kept)
+
     def send(self, worker: int, message: Any) -> None:
         """Have a message sent that is not answered."""
         self.out.append(Send(worker, message, None))
