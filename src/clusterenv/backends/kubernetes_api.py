@@ -196,7 +196,7 @@ def _told(error: Exception) -> StartError:
     """What the API server said, in one line."""
     status, body = getattr(error, "status", None), getattr(error, "body", None)
     with contextlib.suppress(TypeError, ValueError, KeyError):
-        text = f"Kubernetes says: {json.loads(body)['message']}"  # type: ignore[arg-type]
+        text = f"Kubernetes says: {json.loads(body)['message']}"  # type: ignore[arg-type]  # None raises the TypeError suppressed above
         if status == 401:
             text += " (401: the credentials have expired or were revoked; renew them in the kubeconfig)"
         return StartError(text)

@@ -34,7 +34,7 @@ def dumps_with_words(value: Any) -> tuple[bytes, set[str]]:
     return file.getvalue(), pickler.words
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.words: set[str] = set()
