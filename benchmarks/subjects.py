@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import platform
+import resource
 import secrets
 import sys
 import time
@@ -29,6 +30,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
+BEGIN = time.perf_counter()
 ACTION_ROWS = 1000
 START_TIMEOUT_S = 60
 
@@ -47,6 +49,8 @@ class Window(NamedTuple):
 
     transitions: int
     elapsed_s: float
+    begin: float = 0.0
+    """By `time.perf_counter`, when the warm-up was over."""
 
 
 Advance = Callable[[], int]
@@ -83,7 +87,7 @@ def count(advance: Advance, seconds: float) -> Window:
     until = begin + seconds
     while (now := time.perf_counter()) < until:
         transitions += advance()
-    return Window(transitions, now - begin)
+    return Window(transitions, now - begin, begin)
 
 
 def warm_and_count(advance: Advance, job: Job) -> list[Window]:
@@ -309,7 +313,14 @@ def main(subjects: dict[str, Subject]) -> None:
     job = Job(args.env_id, args.num_envs, args.workers, args.seconds, args.warmup_s)
     windows = subjects[args.subject](job)
     rate = sum(window.transitions / window.elapsed_s for window in windows)
-    print(json.dumps({"steps_per_s": rate, "windows": windows, "versions": versions()}), flush=True)
+    outcome = {
+        "steps_per_s": rate,
+        "start_s": min(window.begin for window in windows) - BEGIN - job.warmup_s,
+        "head_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "windows": windows,
+        "versions": versions(),
+    }
+    print(json.dumps(outcome), flush=True)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,12 @@ CASES = {
     "network-collect CartPole-v1": ("clusterenv-collect-network", "CartPole-v1"),
     "network-collect LunarLander-v3": ("clusterenv-collect-network", "LunarLander-v3"),
 }
+FIGURES = ("steps_per_s", "start_s", "head_mb")
 NUM_ENVS = 64
 GOAL = 0.95
+
+Outcomes = dict[str, dict[str, list[dict[str, float]]]]
+"""By case and by version, in the order of the rounds."""
 
 
 def main() -> None:
@@ -43,22 +47,25 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement, after the warm-up")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--old-python", type=Path, help="an interpreter that has that commit installed already")
+    parser.add_argument("--output", type=Path, default=OUTPUT / "versus.json", help="where the raw figures go")
     args = parser.parse_args()
-    pythons = {"old": install(args.commit), "new": Path(sys.executable)}
-    rates: dict[str, dict[str, list[float]]] = {case: {"old": [], "new": []} for case in args.only or CASES}
+    pythons = {"old": args.old_python or install(args.commit), "new": Path(sys.executable)}
+    outcomes: Outcomes = {case: {"old": [], "new": []} for case in args.only or CASES}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     for round_ in range(args.rounds):
-        for case, series in rates.items():
+        for case, series in outcomes.items():
             subject, env_id = CASES[case]
             table = Table(case, env_id, NUM_ENVS, (subject,))
             for which in ("old", "new") if round_ % 2 else ("new", "old"):  # neither is always first
                 outcome = measure(pythons[which], subject, table, args.workers, args.seconds)
                 if isinstance(outcome, Missing):
                     raise SystemExit(f"{case}, {which}: {outcome.reason}")
-                series[which].append(outcome["steps_per_s"])
-            say(f"round {round_ + 1}/{args.rounds}  {case}: {series['new'][-1] / series['old'][-1]:.3f}")
-    print(markdown(rates, args.commit))
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    (OUTPUT / "versus.json").write_text(json.dumps({"commit": args.commit, "rates": rates}, indent=2) + "\n")
+                series[which].append({figure: outcome[figure] for figure in FIGURES})
+            ratio = series["new"][-1]["steps_per_s"] / series["old"][-1]["steps_per_s"]
+            say(f"round {round_ + 1}/{args.rounds}  {case}: {ratio:.3f}")
+        args.output.write_text(json.dumps({"commit": args.commit, "outcomes": outcomes}, indent=2) + "\n")
+    print(markdown(outcomes, args.commit))
 
 
 def install(commit: str) -> Path:
@@ -91,13 +98,20 @@ def lower_bound(ratios: np.ndarray) -> float:
     return float(np.quantile(np.median(draws, axis=1), 0.05))
 
 
-def markdown(rates: dict[str, dict[str, list[float]]], commit: str) -> str:
-    lines = [f"| new / {commit} | median | 95 % lower bound | pairs |", "|---|---:|---:|---:|"]
-    for case, series in rates.items():
-        ratios = np.array(series["new"]) / np.array(series["old"])
-        bound = lower_bound(ratios)
+def markdown(outcomes: Outcomes, commit: str) -> str:
+    lines = [
+        f"| new / {commit} | steps/s, median | 95 % lower bound | pairs | start-up time | peak memory of the head |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for case, series in outcomes.items():
+        steps, start, memory = (
+            np.array([new[figure] / old[figure] for new, old in zip(series["new"], series["old"], strict=True)])
+            for figure in FIGURES
+        )
+        bound = lower_bound(steps)
         mark = "" if bound >= GOAL else f" (below {GOAL})"
-        lines.append(f"| {case} | {np.median(ratios):.3f} | {bound:.3f}{mark} | {len(ratios)} |")
+        others = f"{np.median(start):.3f} | {np.median(memory):.3f}"
+        lines.append(f"| {case} | {np.median(steps):.3f} | {bound:.3f}{mark} | {len(steps)} | {others} |")
     return "\n".join(lines)
 
 
