@@ -22,7 +22,7 @@ from clusterenv.engine.failures import env_error
 from clusterenv.engine.health import Health
 from clusterenv.engine.incarnations import Incarnations
 from clusterenv.engine.inputs import WeightsHeld, WeightsSent
-from clusterenv.engine.instructions import Instruction, Kill, PutWeights, Send, Start
+from clusterenv.engine.instructions import Instruction, Kill, PutWeights, Reserve, Send, Start
 from clusterenv.engine.requests import Kind, Request, Requests
 from clusterenv.engine.rows import Delivery, Rows
 from clusterenv.engine.slots import Slots
@@ -32,6 +32,7 @@ from clusterenv.errors import DeadlineError, NotPlainError, PolicyError, UsageEr
 from clusterenv.events import EventLog
 from clusterenv.executors.building import Building, lay_out, own_mode
 from clusterenv.executors.contract import Executor
+from clusterenv.journal import Journal
 from clusterenv.memory.rows import Buffers
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint, own_spaces
@@ -63,6 +64,7 @@ class Driver:
         blueprint: Blueprint,
         events: EventLog,
         node_of: list[int] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.executor = executor
         self.slots_of = slots_of
@@ -77,7 +79,9 @@ class Driver:
         self._workers = Workers(slots_of, self.node_of, recovery.warn_after_s)
         self.weights = WeightLedger(self.node_of)
         self._health = Health(self._workers, self._requests, self.weights, recovery)
-        incarnations = Incarnations(self.num_envs)
+        self._journal = journal
+        self.is_resumed = journal is not None and journal.is_resumed
+        incarnations = Incarnations(self.num_envs, *(journal.incarnations if journal is not None else ()))
         try:
             self._start(blueprint, incarnations, mode, recovery)
         except BaseException:
@@ -144,6 +148,9 @@ class Driver:
             self._put_weights(instruction.transfer)
         elif isinstance(instruction, Start):
             executor.start(instruction.worker)
+        elif isinstance(instruction, Reserve):
+            assert self._journal is not None
+            self._journal.reserve(instruction.incarnation)
         elif executor.processes is not None:  # only processes are watched
             (executor.processes.kill if isinstance(instruction, Kill) else executor.processes.stack)(instruction.worker)
 
@@ -211,11 +218,8 @@ class Driver:
         """Call a method (or read an attribute) of every environment, or of these slots', in ascending order."""
         gone = tuple(self._state.slots.gone())
         if gone:
-            raise WorkerLostError(
-                f"call({name!r}): the environments of slots {list(gone)} failed and are not back yet; "
-                "step or reset first",
-                slots=gone,
-            )
+            text = f"call({name!r}): the environments of slots {list(gone)} failed and are not back yet"
+            raise WorkerLostError(f"{text}; step or reset first", slots=gone)
         requests = self._engine.call(name, args, kwargs, slots, time.monotonic())
         self.carry_out()
         results: list[Any] = []
@@ -259,10 +263,8 @@ class Driver:
             if deadline is not None and time.monotonic() >= deadline:
                 late = np.flatnonzero(rows.awaited & ~rows.ready).tolist()
                 workers = sorted({self._workers.of_slot(slot).index for slot in late})
-                raise DeadlineError(
-                    f"{rows.ready_count} of {min_rows} rows within {timeout_s} s; awaited: slots {late} of "
-                    f"workers {workers}. Nothing is lost: call recv() again."
-                )
+                text = f"{rows.ready_count} of {min_rows} rows within {timeout_s} s; awaited: slots {late} of"
+                raise DeadlineError(f"{text} workers {workers}. Nothing is lost: call recv() again.")
             self.advance(deadline)
 
     def deliver(self, copy: bool) -> Rows:
@@ -353,6 +355,11 @@ class Driver:
 
     def set_seed_base(self, bases: list[int | None]) -> None:
         self._state.incarnations.set_bases(bases)
+
+    def unused_seeds(self) -> list[int | None]:
+        """Return a seed for each slot that no earlier head of this run has used; None: for one that is rebuilt."""
+        incarnations, is_gone = self._state.incarnations, self._slots.is_gone
+        return [None if is_gone(slot) else incarnations.seed(slot) for slot in range(self.num_envs)]
 
     def state_dict(self) -> dict[str, Any]:
         return self._state.incarnations.state_dict()

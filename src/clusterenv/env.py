@@ -6,8 +6,8 @@ Where the environments run is the backend's business, what happens when one fail
 
 from __future__ import annotations
 
-import functools
 import logging
+import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +19,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from clusterenv import resuming
 from clusterenv.arguments import expect
 from clusterenv.backends import Local
 from clusterenv.backends.contract import Backend, check_backend
@@ -39,9 +40,7 @@ from clusterenv.vector.results import StepResult, acted_infos, spread, step_resu
 
 __all__ = ["ClusterEnv"]
 
-_CLOSE_TIMEOUT_S = 5.0
-_CLOSE_WAIT_S = 10.0
-"""How long `close` waits at most."""
+_CLOSE_WAIT_S = 10.0  # at most
 
 
 class ClusterEnv(VectorEnv[Any, Any, Any]):
@@ -57,6 +56,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         copy: False returns views of shared memory, valid until the step after the next.
         observation_mode: as in Gymnasium: "same", one observation space for all; "different", spaces of one shape and
             dtype that differ in their bounds; or the pair of spaces (batched, single) to use for such.
+        resume: a file for what a restarted script needs to go on after this one was killed (docs/recovery.md).
 
     Example:
         >>> import clusterenv as ce
@@ -79,6 +79,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         env_kwargs: Mapping[str, Any] | None = None,
         copy: bool = True,
         observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
+        resume: str | os.PathLike[str] | None = None,
     ) -> None:
         backend = Local() if backend is None else backend
         check_backend(backend)
@@ -96,10 +97,10 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self._is_remote, self._allow_pickle = backend.is_remote, backend.allow_pickle
         self._known_packages = frozenset(package.wanted.name for package in plan.packages)
         self._events = EventLog()
-        driver = backend.start(plan, mode, recovery, self._events)
+        driver, close = resuming.start(backend, plan, mode, recovery, self._events, resume)
         self._driver = driver
         # Runs at garbage collection and at interpreter exit too; must not hold `self`.
-        self._teardown = Teardown(functools.partial(driver.close, _CLOSE_TIMEOUT_S), _CLOSE_WAIT_S)
+        self._teardown = Teardown(close, _CLOSE_WAIT_S)
         weakref.finalize(self, self._teardown.begin).atexit = False
         self.autoreset_mode = driver.mode
         self.metadata = {**driver.metadata, "autoreset_mode": driver.mode}
@@ -137,6 +138,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self._guard.is_interrupted = True
         driver.drain()
         driver.set_seed_base(bases)
+        if driver.is_resumed and not self._guard.was_reset:
+            seeds = driver.unused_seeds()
         slots = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
         driver.send_reset(slots, [seeds[slot] for slot in slots], options)
         driver.collect(len(slots), None)

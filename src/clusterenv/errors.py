@@ -27,6 +27,7 @@ __all__ = [
     "WorkerLostError",
     "DeadlineError",
     "StartError",
+    "JournalError",
     "KeyFileError",
     "NotPlainError",
     "ProtocolError",
@@ -153,6 +154,10 @@ class DeadlineError(ClusterEnvError, TimeoutError):
 class StartError(ClusterEnvError, RuntimeError):
     """The workers or nodes could not be started. The message names a limit of the machine, or the nodes that are
     missing and what is known of them."""
+
+
+class JournalError(StartError):
+    """The file that `resume=` names cannot be used: another head has it, it is damaged, or it cannot be written."""
 
 
 class KeyFileError(ClusterEnvError, OSError):

@@ -24,6 +24,7 @@ from clusterenv.driver import Driver
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import Event, EventLog, emit, emit_progress
 from clusterenv.executors.remote import RemoteExecutor
+from clusterenv.journal import Journal
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
 from clusterenv.system.open_files import allow_open_files
@@ -47,7 +48,12 @@ _OTHERS_S = 5.0
 
 
 def start(
-    remote: Remote, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog
+    remote: Remote,
+    blueprint: Blueprint,
+    mode: AutoresetMode | None,
+    recovery: Recovery,
+    events: EventLog,
+    journal: Journal | None = None,
 ) -> Driver:
     """Listen, have node agents started, wait for them all, and make the driver."""
     host = listening_address(type(remote).__name__, remote.bind)
@@ -96,7 +102,7 @@ def start(
         head.needed_nodes = remote.min_nodes or nodes
         _await(head, address, supervisor, jobs, remote, nodes, blueprint.num_envs)
         head.share_out()
-        driver = _make_driver(head, remote, blueprint, mode, recovery, events, stop)
+        driver = _make_driver(head, remote, blueprint, mode, recovery, events, stop, journal)
         head.needed_nodes = 1  # from now on, the others take over whatever a node leaves
         return driver
     except BaseException:
@@ -120,6 +126,7 @@ def _make_driver(
     recovery: Recovery,
     events: EventLog,
     stop: Callable[[float], None],
+    journal: Journal | None,
 ) -> Driver:
     each = remote.workers_per_node
     workers = (remote.max_nodes or remote.nodes) * each
@@ -127,7 +134,9 @@ def _make_driver(
     shard_of = [worker // each for worker in range(workers)]
     config = WorkerConfig(mode, recovery.check, remote.threads_per_worker, remote.preload, remote.other_infos)
     executor = RemoteExecutor(head, blueprint, slots_of, shard_of, config, stop)
-    return Driver(executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=shard_of)
+    return Driver(
+        executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=shard_of, journal=journal
+    )
 
 
 def example_plan(remote: Remote) -> Plan:

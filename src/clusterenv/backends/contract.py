@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from clusterenv.driver import Driver
     from clusterenv.events import EventLog
+    from clusterenv.journal import Journal
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
 
@@ -63,8 +64,15 @@ class Backend(Protocol):
         """Whether code may travel at all."""
         ...
 
-    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Driver:
-        """Make the environments, and return what steps them."""
+    def start(
+        self,
+        blueprint: Blueprint,
+        mode: AutoresetMode | None,
+        recovery: Recovery,
+        events: EventLog,
+        journal: Journal | None = None,
+    ) -> Driver:
+        """Make the environments, and return what steps them. `journal` is given where the user says `resume=`."""
         ...
 
 

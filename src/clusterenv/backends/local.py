@@ -15,6 +15,7 @@ from clusterenv.errors import SpecError
 from clusterenv.events import EventLog, emit
 from clusterenv.executors.inline import InlineExecutor
 from clusterenv.executors.processes import ProcessExecutor
+from clusterenv.journal import Journal
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
 from clusterenv.system.cpus import cpu_limit, usable_cores
@@ -72,12 +73,19 @@ class Local:
         expect("Local", "workers", self.workers, int | None, least=0)
         expect("Local", "threads_per_worker", self.threads_per_worker, int | None, least=1)
 
-    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Driver:
+    def start(
+        self,
+        blueprint: Blueprint,
+        mode: AutoresetMode | None,
+        recovery: Recovery,
+        events: EventLog,
+        journal: Journal | None = None,
+    ) -> Driver:
         n = blueprint.num_envs
         if self.workers == 0:
             inline = InlineExecutor(blueprint, mode, recovery.check)
             slots = [list(range(n))]
-            return Driver(inline, slots, mode, recovery, blueprint=blueprint, events=events)
+            return Driver(inline, slots, mode, recovery, blueprint=blueprint, events=events, journal=journal)
         workers = self.workers or min(usable_cores(), n)
         if workers > n:
             emit(
@@ -90,7 +98,7 @@ class Local:
         spin_s = _SPIN_S if workers <= cpu_limit() else 0.0
         config = WorkerConfig(mode, recovery.check, self.threads_per_worker, tuple(self.preload), spin_s=spin_s)
         executor = ProcessExecutor(blueprint, slots_of, config)
-        return Driver(executor, slots_of, mode, recovery, blueprint=blueprint, events=events)
+        return Driver(executor, slots_of, mode, recovery, blueprint=blueprint, events=events, journal=journal)
 
 
 def _loopback(options: dict[str, Any]) -> Any:

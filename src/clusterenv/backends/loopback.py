@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from clusterenv.backends.contract import Plan
     from clusterenv.driver import Driver
     from clusterenv.events import EventLog
+    from clusterenv.journal import Journal
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
 
@@ -114,9 +115,16 @@ class AgentProcesses:
 class _AsManyAsFit(Loopback):
     """As many workers as this process may use CPUs and there are environments, shared by the nodes."""
 
-    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Driver:
+    def start(
+        self,
+        blueprint: Blueprint,
+        mode: AutoresetMode | None,
+        recovery: Recovery,
+        events: EventLog,
+        journal: Journal | None = None,
+    ) -> Driver:
         each = max(1, min(usable_cores(), blueprint.num_envs) // self.nodes)
-        return Loopback.start(replace(self, workers_per_node=each), blueprint, mode, recovery, events)
+        return Loopback.start(replace(self, workers_per_node=each), blueprint, mode, recovery, events, journal)
 
 
 def from_local(options: Mapping[str, Any]) -> Loopback:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from clusterenv.backends.contract import Plan
     from clusterenv.driver import Driver
     from clusterenv.events import EventLog
+    from clusterenv.journal import Journal
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
 
@@ -62,11 +63,18 @@ class Ray(Remote):
         super().__post_init__()
         expect("Ray", "cpus_per_node", self.cpus_per_node, float | None, least=0)
 
-    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Driver:
+    def start(
+        self,
+        blueprint: Blueprint,
+        mode: AutoresetMode | None,
+        recovery: Recovery,
+        events: EventLog,
+        journal: Journal | None = None,
+    ) -> Driver:
         if self.address == "local" and self.bind is None and not _imported().is_initialized():
             # The nodes of a cluster that is started for the run are processes of this machine.
-            return replace(self, bind="127.0.0.1").start(blueprint, mode, recovery, events)
-        return super().start(blueprint, mode, recovery, events)
+            return replace(self, bind="127.0.0.1").start(blueprint, mode, recovery, events, journal)
+        return super().start(blueprint, mode, recovery, events, journal)
 
     def launch(self, plan: Plan) -> _Actors:
         ray = _imported()

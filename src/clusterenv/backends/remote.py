@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from clusterenv.backends.contract import Jobs, Plan
     from clusterenv.driver import Driver
     from clusterenv.events import EventLog
+    from clusterenv.journal import Journal
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
 
@@ -96,7 +97,14 @@ class Remote(ABC):
     def launch(self, plan: Plan) -> Jobs:
         """Return the jobs of a run, none of which is started yet: see `contract.ClusterBackend`."""
 
-    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Driver:
+    def start(
+        self,
+        blueprint: Blueprint,
+        mode: AutoresetMode | None,
+        recovery: Recovery,
+        events: EventLog,
+        journal: Journal | None = None,
+    ) -> Driver:
         from clusterenv.backends import cluster
 
-        return cluster.start(self, blueprint, mode, recovery, events)
+        return cluster.start(self, blueprint, mode, recovery, events, journal)

@@ -145,8 +145,10 @@ class Failures:
         assert not state.rows.has_row(slots), f"slots {slots} have rows that were not delivered"
         seeds: list[int | None] = []
         options = None
+        reserve = incarnations.begin_next(slots)
+        if reserve is not None:
+            state.out.append(reserve)
         for slot in slots:
-            incarnations.numbers[slot] += 1
             seed, options = state.rows.resetting.get(slot, (None, None))
             seeds.append(incarnations.seed(slot) if seed is None else seed)
         stickies = [incarnations.stickies[slot] for slot in slots]

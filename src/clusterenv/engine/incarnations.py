@@ -8,15 +8,27 @@ from typing import Any
 
 import numpy as np
 
+from clusterenv.engine.instructions import Reserve
 from clusterenv.wire.requests import Sticky
 
 __all__ = ["Incarnations"]
 
 
+_BLOCK = 64
+"""Incarnations that are reserved at once."""
+
+
 class Incarnations:
-    def __init__(self, num_envs: int) -> None:
+    """
+    Args:
+        first: the number of each slot's first incarnation; an earlier head of the run has used those below.
+        reserved: up to this one no later head uses them (`Reserve`); None: there is none.
+    """
+
+    def __init__(self, num_envs: int, first: int = 0, reserved: int | None = None) -> None:
         self._bases: list[int] = [secrets.randbits(128)] * num_envs
-        self.numbers = [0] * num_envs
+        self.numbers = [first] * num_envs
+        self._reserved = reserved
         self.stickies: list[list[Sticky]] = [[] for _ in range(num_envs)]
         self.stickies_epoch = 0
         """Changes with `stickies`."""
@@ -29,6 +41,15 @@ class Incarnations:
         """Of the slot's present incarnation."""
         sequence = np.random.SeedSequence((abs(self._bases[slot]), slot, self.numbers[slot]))
         return int(sequence.generate_state(1, np.uint32)[0] >> 1)
+
+    def begin_next(self, slots: Iterable[int]) -> Reserve | None:
+        """Begin the next incarnation of these slots; what is returned is to be carried out before it is used."""
+        for slot in slots:
+            self.numbers[slot] += 1
+        if self._reserved is None or max(self.numbers) <= self._reserved:
+            return None
+        self._reserved = max(self.numbers) + _BLOCK
+        return Reserve(self._reserved)
 
     def remember_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], slots: Iterable[int]) -> None:
         self.stickies_epoch += 1
@@ -50,6 +71,8 @@ class Incarnations:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._bases = list(state["seed_base"])
-        self.numbers = list(state["incarnations"])
+        saved = state["incarnations"]
+        # Where incarnations are reserved, none is used twice: this head, or one before it, may be further on.
+        self.numbers = saved[:] if self._reserved is None else list(map(max, saved, self.numbers))
         self.stickies_epoch += 1
         self.stickies = [[Sticky(*sticky) for sticky in stickies] for stickies in state["stickies"]]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from clusterenv.engine.collecting.weights import Transfer
 from clusterenv.engine.requests import Request
 
-__all__ = ["Instruction", "Kill", "PutWeights", "Send", "Start", "TraceStack"]
+__all__ = ["Instruction", "Kill", "PutWeights", "Reserve", "Send", "Start", "TraceStack"]
 
 
 class Start(NamedTuple):
@@ -43,4 +43,10 @@ class TraceStack(NamedTuple):
     worker: int
 
 
-Instruction = Start | Send | PutWeights | Kill | TraceStack
+class Reserve(NamedTuple):
+    """Have no later head of this run use incarnations up to this one, before any of them is used."""
+
+    incarnation: int
+
+
+Instruction = Start | Send | PutWeights | Kill | TraceStack | Reserve

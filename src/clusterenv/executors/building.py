@@ -59,7 +59,8 @@ class Building:
     def _start(self, worker: Worker, incarnations: Incarnations) -> None:
         self._executor.start(worker.index)
         seeds = [incarnations.seed(slot) for slot in worker.slots]
-        message = Build(self._requests.next_number(), worker.slots, seeds)
+        numbers = [incarnations.numbers[slot] for slot in worker.slots]
+        message = Build(self._requests.next_number(), worker.slots, seeds, incarnations=numbers)
         request = self._requests.open(worker.index, Kind.BUILD, worker.slots, message)
         worker.asked(time.monotonic())
         self._executor.send(worker.index, message, request)

@@ -22,6 +22,7 @@ from clusterenv.errors import SpecError
 from clusterenv.events import EventLog
 from clusterenv.executors.inline import InlineExecutor
 from clusterenv.executors.remote import inputs_of, to_worker_of
+from clusterenv.journal import Journal
 from clusterenv.memory.rows import Buffers, Layout
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
@@ -66,13 +67,22 @@ class Virtual:
         if self.periods is not None and (len(self.periods) != self.nodes or not all(p > 0 for p in self.periods)):
             raise SpecError(f"Virtual(periods={self.periods}): expected {self.nodes} numbers above 0")
 
-    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Driver:
+    def start(
+        self,
+        blueprint: Blueprint,
+        mode: AutoresetMode | None,
+        recovery: Recovery,
+        events: EventLog,
+        journal: Journal | None = None,
+    ) -> Driver:
         if self.nodes > blueprint.num_envs:
             raise SpecError(f"Virtual(nodes={self.nodes}): {blueprint.num_envs} environments are for fewer nodes")
         executor = _VirtualCrew(blueprint, mode, recovery.check, list(self.periods or (1.0,) * self.nodes))
         slots_of = split(blueprint.num_envs, self.nodes)
         nodes = list(range(self.nodes))
-        return Driver(executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=nodes)
+        return Driver(
+            executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=nodes, journal=journal
+        )
 
 
 class _VirtualCrew(InlineExecutor):

@@ -47,6 +47,8 @@ class Build(NamedTuple):
     """For vector factories, which are seeded when they are made."""
     make: bool = True
     """False for a replacement, whose environments are made by `Rebuild`."""
+    incarnations: list[int] | None = None
+    """None: the first."""
 
 
 class Attach(NamedTuple):

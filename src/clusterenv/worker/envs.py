@@ -70,7 +70,7 @@ class EnvGroup:
         self.steps = [_gone] * count
         self.ended = [False] * count
         self._seeds = [None] * count
-        self._incarnations = [0] * count
+        self._incarnations = request.incarnations or [0] * count
         self.began = [0] * count
         if not request.make:
             return Built(request.request, None, None, {}, None, [], [])

@@ -37,6 +37,7 @@ class VectorGroup:
         self._slots = request.slots
         self._calls = np.zeros(len(self._slots), dtype=np.int64)
         self._over = np.zeros(len(self._slots), dtype=np.bool_)
+        self._incarnation = request.incarnations[0] if request.incarnations else 0
         if not request.make:
             return Built(request.request, None, None, {}, None, [], [])
         try:

@@ -1,0 +1,312 @@
+"""The journal of a run: a small file from which a restarted script goes on (`ClusterEnv(..., resume=path)`).
+
+It has what a new head cannot know otherwise: which incarnations may have been used already (their seeds are not used
+again), and where the nodes of the run dial, with which keys. Those who own these facts read them here at the start, and
+write them when they change, which is rare: incarnations are reserved in blocks. The file is replaced whole (written,
+flushed to the disk, renamed), so that it can be read whenever its head is killed. Only its user may read it.
+
+One head has a journal at a time. The lock is of the kind that belongs to a process (`lockf`): a forked child of a head
+that was killed does not keep it. Such locks say nothing within one process, hence `_OPEN`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from clusterenv.errors import JournalError
+from clusterenv.events import Event, EventLog
+
+__all__ = ["BLOCK", "ClusterRecord", "Journal", "discard"]
+
+BLOCK = 64
+"""Incarnations of each slot that are reserved at once: the journal is written when a slot has failed so often."""
+
+_HEADER = b"clusterenv journal 1 "  # then a checksum in 8 hexadecimal digits, and a newline
+_LARGEST = 1 << 26
+"""Bytes that a journal may have."""
+
+_TRIES = 100
+"""How often the lock is tried while heads that end remove its file."""
+
+_OPEN: set[Path] = set()
+"""Journals of this process."""
+
+_opening = threading.Lock()
+
+
+class ClusterRecord(msgspec.Struct, frozen=True):
+    """Where the nodes of a run dial, and with which keys. The nodes' own secrets are in their key files."""
+
+    run: str
+    folder: str
+    """Of the run, with the key files."""
+    address: str
+    """What nodes dial."""
+    port: int
+    """That the head listens on."""
+    public: str
+    secret: str
+    node_keys: tuple[str, ...]
+    """Public keys, in the order of the nodes' numbers."""
+    invited: int
+    """So many of the nodes take part."""
+
+
+class _Record(msgspec.Struct):
+    incarnations: int = -1
+    """The highest that may have been used, by any slot."""
+    starts: int = 0
+    """How many heads this run has had."""
+    cluster: ClusterRecord | None = None
+
+
+class Journal:
+    """The journal of this process' run. Raises `JournalError` where another head has it, or it cannot be used.
+
+    Args:
+        path: the file; made where there is none.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], events: EventLog) -> None:
+        self._events = events
+        given = Path(path).expanduser().absolute()
+        self._owner = os.getpid()
+        self._writing = threading.Lock()
+        with _storing(given):
+            given.parent.mkdir(parents=True, exist_ok=True)
+            self.path = given.parent.resolve() / given.name
+            self._lock = _lock(self.path)
+        try:
+            found = _read(self.path)
+            self.is_resumed = found is not None
+            """Whether an earlier head has used it."""
+            self._record = found or _Record()
+            first = self._record.incarnations + 1
+            self.cluster = self._record.cluster
+            """Of the head before this one."""
+            self._record.starts += 1
+            self._record.incarnations += BLOCK
+            self.incarnations = (first, self._record.incarnations)
+            """The first that no slot has had before, and the last that is reserved for this head so far."""
+            with _storing(self.path):
+                _write(self.path, self._record)
+        except BaseException:
+            self._unlock()
+            raise
+
+    @property
+    def starts(self) -> int:
+        """How many heads this run has had, with this one."""
+        return self._record.starts
+
+    def reserve(self, incarnation: int) -> None:
+        """Have no later head use incarnations up to this one.
+
+        A full disk is no reason to end a run that goes well: it is an event, and the next head may repeat some seeds.
+        """
+        with self._writing:
+            self._record.incarnations = max(incarnation, self._record.incarnations)
+            try:
+                self._store()
+            except JournalError as error:
+                self._events.add(Event("journal_not_written", str(error)))
+
+    def keep_cluster(self, record: ClusterRecord | None) -> None:
+        """Have a later head listen where this one does; None: it makes keys of its own. Raises JournalError."""
+        with self._writing:
+            self._record.cluster = record
+            self._store()
+
+    def keep_invited(self, nodes: int) -> None:
+        """Have a later head run on so many nodes."""
+        with self._writing:
+            if self._record.cluster is not None:
+                self._record.cluster = msgspec.structs.replace(self._record.cluster, invited=nodes)
+                self._store()
+
+    def end(self, is_clean: bool) -> None:
+        """Remove the file of a run that is complete, and leave that of any other for the next head. Idempotent."""
+        with self._writing:
+            if self._lock >= 0 and os.getpid() == self._owner:
+                if is_clean:
+                    self.path.unlink(missing_ok=True)
+                self._unlock(is_clean)
+
+    def _store(self) -> None:
+        if self._lock >= 0 and os.getpid() == self._owner:
+            with _storing(self.path):
+                _write(self.path, self._record)
+
+    def _unlock(self, is_over: bool = False) -> None:
+        fd, self._lock = self._lock, -1
+        if is_over:
+            _lock_file(self.path).unlink(missing_ok=True)  # before it is released: see `_lock`
+        os.close(fd)
+        _OPEN.discard(self.path)
+
+
+def discard(path: Path, run: str, is_whole: bool) -> str:
+    """Take the keys of this run out of a journal that no head has, or (`is_whole`) remove it; returns what was done.
+
+    Raises JournalError where a head has it, or it is not to be read.
+    """
+    if not path.exists():
+        return ""
+    journal = _Held(path)
+    try:
+        record = _read(path)
+        if record is None or record.cluster is None or record.cluster.run != run:
+            return ""  # of another run by now
+        if is_whole:
+            path.unlink()
+            return f"journal {path} is removed"
+        record.cluster = None
+        _write(path, record)
+        return f"journal {path} has no keys any more, and is kept: a script that resumes from it uses other seeds"
+    finally:
+        journal.release(is_whole)
+
+
+class _Held:
+    """The lock of a journal that is looked at, and not used."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = _lock(path)
+
+    def release(self, is_over: bool) -> None:
+        if is_over:
+            _lock_file(self._path).unlink(missing_ok=True)
+        os.close(self._fd)
+        _OPEN.discard(self._path)
+
+
+# -- the file -----------------------------------------------------------------------------------------------------
+
+
+def _write(path: Path, record: _Record) -> None:
+    body = msgspec.json.encode(record)
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)  # of a head that was killed while it wrote
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(_HEADER + b"%08x\n" % zlib.crc32(body) + body)
+        file.flush()
+        os.fsync(fd)
+    new.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)  # the rename too
+    finally:
+        os.close(folder)
+
+
+def _read(path: Path) -> _Record | None:
+    """Return what is in the file; None where there is none."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        what = "is a symbolic link" if path.is_symlink() else f"cannot be read: {error.strerror}"
+        raise JournalError(f"journal {path} {what}") from None
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise JournalError(f"journal {path} is not a regular file: resume= takes the path of a file")
+        if info.st_mode & 0o077:
+            raise JournalError(f"journal {path} can be read by others, and has keys in it: chmod 600 it")
+        if info.st_uid != os.getuid():
+            raise JournalError(f"journal {path} belongs to user {info.st_uid}, and you are user {os.getuid()}")
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            data = file.read(_LARGEST)
+    finally:
+        os.close(fd)
+    header, _, body = data.partition(b"\n")
+    try:
+        if header != _HEADER + b"%08x" % zlib.crc32(body):
+            raise ValueError("its checksum is wrong" if header.startswith(_HEADER) else "it does not begin as one does")
+        return msgspec.json.decode(body, type=_Record)
+    except ValueError as error:
+        raise JournalError(
+            f"journal {path} is damaged, or is no journal: {error}. Nothing was started, and the file is as it was. "
+            "Restore it, or name another file: a run that begins anew may use the same seeds again"
+        ) from None
+
+
+@contextlib.contextmanager
+def _storing(path: Path) -> Any:
+    """Within it, an `OSError` (a disk that is full, or read-only) becomes a `JournalError` that says where."""
+    try:
+        yield
+    except JournalError:
+        raise
+    except OSError as error:
+        raise JournalError(f"journal {path} cannot be written: {error}") from error
+
+
+# -- the lock -----------------------------------------------------------------------------------------------------
+
+
+def _lock_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
+def _lock(path: Path) -> int:
+    """Return a descriptor that has the lock of this journal. The file is beside it, because a journal is replaced."""
+    with _opening:
+        if path in _OPEN:
+            raise JournalError(
+                f"journal {path} is in use by another ClusterEnv of this process: close() that one first"
+            )
+        fd = _locked(_lock_file(path))
+        _OPEN.add(path)
+        return fd
+
+
+def _locked(path: Path) -> int:
+    for _ in range(_TRIES):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                holder = os.pread(fd, 1000, 0).decode(errors="replace").strip() or "another process"
+                raise JournalError(
+                    f"journal {path.with_suffix('')} is in use by {holder}: a run has one head. End that one first, "
+                    "or name another file"
+                ) from None
+            except OSError as error:
+                raise JournalError(
+                    f"journal {path.with_suffix('')}: its file system cannot lock files ({error.strerror}), so two "
+                    "heads could use it: name a file on another one"
+                ) from error
+            if _is_same(fd, path):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                kept, fd = fd, -1
+                return kept
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        # Its holder has ended, and removed the file that was opened above: there is another one by now, or none.
+    raise JournalError(f"journal {path.with_suffix('')}: other heads begin and end with it all the time")
+
+
+def _is_same(fd: int, path: Path) -> bool:
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    here = os.fstat(fd)
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
