@@ -41,11 +41,8 @@ from clusterenv.wire.requests import Attach, Reply
 
 __all__ = ["Driver", "Rows"]
 
-_WATCH_S = 0.25
-"""How long one wait takes at most."""
-
-_LOOK_S = 0.2
-"""How often hangs are looked for."""
+_WATCH_S = 0.25  # how long one wait takes at most
+_LOOK_S = 0.2  # how often hangs are looked for
 
 _LOOK_EVERY = 16
 """Steps of the hot loop between two looks at everything, not only at the workers' answers."""
@@ -375,6 +372,8 @@ class Driver:
         if self.executor.nodes is None:
             raise UsageError("scale() is for backends with nodes: this one has none")
         self.executor.nodes.scale(nodes)
+        if self._journal is not None:
+            self._journal.keep_invited(nodes)
         if self.collecting.fragments.mode is not Mode.STREAM:
             # Nodes that nothing is under way on leave now, not with the next request.
             self._inbox.extend(self.executor.poll(0.0))

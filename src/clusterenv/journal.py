@@ -58,8 +58,10 @@ class ClusterRecord(msgspec.Struct, frozen=True):
     secret: str
     node_keys: tuple[str, ...]
     """Public keys, in the order of the nodes' numbers."""
+    nodes: int
+    """So many the backend asked for."""
     invited: int
-    """So many of the nodes take part."""
+    """So many take part, as the run was scaled."""
 
 
 class _Record(msgspec.Struct):
@@ -116,10 +118,7 @@ class Journal:
         """
         with self._writing:
             self._record.incarnations = max(incarnation, self._record.incarnations)
-            try:
-                self._store()
-            except JournalError as error:
-                self._events.add(Event("journal_not_written", str(error)))
+            self._try_to_store()
 
     def keep_cluster(self, record: ClusterRecord | None) -> None:
         """Have a later head listen where this one does; None: it makes keys of its own. Raises JournalError."""
@@ -128,11 +127,11 @@ class Journal:
             self._store()
 
     def keep_invited(self, nodes: int) -> None:
-        """Have a later head run on so many nodes."""
+        """Have a later head run on so many nodes. A full disk is an event."""
         with self._writing:
             if self._record.cluster is not None:
                 self._record.cluster = msgspec.structs.replace(self._record.cluster, invited=nodes)
-                self._store()
+                self._try_to_store()
 
     def end(self, is_clean: bool) -> None:
         """Remove the file of a run that is complete, and leave that of any other for the next head. Idempotent."""
@@ -146,6 +145,12 @@ class Journal:
         if self._lock >= 0 and os.getpid() == self._owner:
             with _storing(self.path):
                 _write(self.path, self._record)
+
+    def _try_to_store(self) -> None:
+        try:
+            self._store()
+        except JournalError as error:
+            self._events.add(Event("journal_not_written", str(error)))
 
     def _unlock(self, is_over: bool = False) -> None:
         fd, self._lock = self._lock, -1

@@ -18,6 +18,7 @@ from clusterenv.events import Event, EventLog
 from clusterenv.journal import Journal
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
+from clusterenv.system import termination
 
 __all__ = ["start"]
 
@@ -46,13 +47,13 @@ def start(
             events.add(Event("resumed", text, tuple(range(blueprint.num_envs))), level=logging.INFO)
         driver = backend.start(blueprint, mode, recovery, events, journal=journal)
     except BaseException:
-        journal.end(is_clean=not journal.is_resumed)
+        journal.end(is_clean=not journal.is_resumed and not termination.is_terminated())
         raise
 
     def close() -> None:
         try:
             driver.close(_CLOSE_TIMEOUT_S)
         finally:  # last: while there are nodes, another head may want to know of them
-            journal.end(is_clean=not ending.error())
+            journal.end(is_clean=not ending.error() and not termination.is_terminated())
 
     return driver, close

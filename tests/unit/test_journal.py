@@ -17,7 +17,7 @@ from clusterenv.errors import JournalError, StartError
 from clusterenv.events import EventLog
 from clusterenv.journal import BLOCK, ClusterRecord, Journal, discard
 
-_CLUSTER = ClusterRecord("0a1b2c3d", "/nowhere", "tcp://10.0.0.1:5000", 5000, "public", "secret", ("a", "b"), 2)
+_CLUSTER = ClusterRecord("0a1b2c3d", "/nowhere", "tcp://10.0.0.1:5000", 5000, "public", "secret", ("a", "b"), 2, 2)
 
 _KILLED = """
 import os, random, signal, sys, time

@@ -9,12 +9,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from gymnasium.vector import AutoresetMode
 
+from clusterenv.backends import gc
 from clusterenv.backends.contract import CollectsGarbage, DescribesJobs, Hopeless, Jobs, LeavesJobs, Plan, ScheduledJobs
 from clusterenv.backends.launch.addresses import dialled, listening_address, parse_advertise, parse_port
 from clusterenv.backends.launch.folder import RunFolder, key_file, run_path
+from clusterenv.backends.launch.reattach import Identity, await_return, new_identity, obstacle, reopen
 from clusterenv.backends.launch.supervisor import Supervisor
 from clusterenv.backends.local import split
 from clusterenv.backends.remote import Remote
@@ -24,12 +27,13 @@ from clusterenv.driver import Driver
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import Event, EventLog, emit, emit_progress
 from clusterenv.executors.remote import RemoteExecutor
-from clusterenv.journal import Journal
+from clusterenv.journal import ClusterRecord, Journal
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
+from clusterenv.system import termination
 from clusterenv.system.open_files import allow_open_files
 from clusterenv.system.teardown import Teardown
-from clusterenv.transport.keys import make_keys
+from clusterenv.transport.sockets import listening_on
 from clusterenv.worker.setup import WorkerConfig
 
 __all__ = ["example_plan", "start"]
@@ -57,34 +61,41 @@ def start(
 ) -> Driver:
     """Listen, have node agents started, wait for them all, and make the driver."""
     host = listening_address(type(remote).__name__, remote.bind)
-    nodes, most = remote.nodes, remote.max_nodes or remote.nodes
+    most = remote.max_nodes or remote.nodes
     _check_workers(most, remote.workers_per_node, blueprint.num_envs)
     # A connection for each node, a second one for a moment while it dials, and the sockets of the head.
     allow_open_files(f"{most} nodes", more=2 * most + 24)
     timing = Timing(*remote.heartbeat_s, remote.move_after_s)
-    folder = RunFolder(remote.folder, timing.lease_s, remote.owner_squashed)
+    run = _identify(remote, host, most, timing.lease_s, events, journal)
+    folder, nodes = run.folder, run.nodes
     supervisor = Supervisor(events)
     head: Head | None = None
     jobs: Jobs | None = None
     ending = threading.Lock()
 
     def stop(deadline: float) -> None:
+        is_left = journal is not None and remote.can_reattach and termination.is_terminated()
         with ending:
             if head is not None:
-                head.close()
-            left = supervisor.stop(deadline)
-            if folder.end(left) and left:
-                events.add(Event("jobs_left", _left_behind(folder, left, jobs, timing.lease_s)))
+                head.close(is_over=not is_left)
+            if is_left:
+                supervisor.leave(deadline)
+                folder.leave()
+            else:
+                left = supervisor.stop(deadline)
+                if folder.end(left) and left:
+                    events.add(Event("jobs_left", _left_behind(folder, left, jobs, timing.lease_s)))
+        termination.unwatch(folder)
         clean_up.forget()
 
     clean_up = Teardown(lambda: stop(time.monotonic() + _CLEAN_UP_S), _CLEAN_UP_S + 2.0)
     try:
-        keys, node_keys = make_keys(), [make_keys() for _ in range(most)]
+        termination.watch(folder)
         head = Head(
-            keys,
-            [pair.public for pair in node_keys],
+            run.keys,
+            run.node_keys,
             host,
-            parse_port(remote.port),
+            run.ports,
             timing,
             events,
             supervisor,
@@ -93,10 +104,13 @@ def start(
             invited=nodes,
         )
         address = dialled(head.address, parse_advertise(remote.advertise))
-        folder.write_keys(address, keys.public, node_keys)
+        if run.pairs is not None:
+            folder.write_keys(address, run.keys.public, run.pairs)
+        if journal is not None:
+            journal.keep_cluster(_record(run, address, head, remote.nodes))
         with folder.writing():
             jobs = _launch(remote, folder, timing.lease_s, address, supervisor.closing)
-            supervisor.keep(jobs, nodes)
+            supervisor.keep(jobs, nodes, await_return(head, nodes) if run.pairs is None else ())
         if isinstance(jobs, DescribesJobs):
             emit(logging.INFO, jobs.describe())
         head.needed_nodes = remote.min_nodes or nodes
@@ -108,6 +122,33 @@ def start(
     except BaseException:
         clean_up()
         raise
+
+
+def _identify(
+    remote: Remote, host: str, most: int, lease_s: float, events: EventLog, journal: Journal | None
+) -> Identity:
+    """Return that of the last head of this run, where its nodes may still wait for another; else a new one."""
+    ports, record = parse_port(remote.port), None if journal is None else journal.cluster
+    if record is not None:
+        assert journal is not None
+        address = dialled(listening_on(host, record.port), parse_advertise(remote.advertise))
+        why = obstacle(record, most, host, ports, address) if remote.can_reattach else "their backend cannot"
+        if not why:
+            return reopen(record, remote.nodes, lease_s, journal.path, remote.owner_squashed)
+        text = f"the nodes of the last head are not gone on with, and others are started: {why}"
+        events.add(Event("nodes_not_resumed", text))
+        gc.remove([Path(record.folder).parent], False, lambda said: emit(logging.INFO, said), record.run)
+    path = "" if journal is None or not remote.can_reattach else str(journal.path)
+    folder = RunFolder(remote.folder, lease_s, remote.owner_squashed, path)
+    return new_identity(folder, ports, remote.nodes, most)
+
+
+def _record(run: Identity, address: str, head: Head, nodes: int) -> ClusterRecord:
+    port = int(head.address.rpartition(":")[2])
+    folder, keys = run.folder, run.keys
+    return ClusterRecord(
+        folder.run, str(folder.path), address, port, keys.public, keys.secret, tuple(run.node_keys), nodes, run.nodes
+    )
 
 
 def _check_workers(most: int, each: int, num_envs: int) -> None:

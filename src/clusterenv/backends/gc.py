@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from clusterenv.backends import registry
 from clusterenv.backends.launch.note import NAME, life, now_there
-from clusterenv.errors import ClusterEnvError, SpecError, StartError
+from clusterenv.errors import ClusterEnvError, JournalError, SpecError, StartError
+from clusterenv.journal import discard
 
 __all__ = ["Removed", "places", "remove", "remove_pods"]
 
@@ -73,6 +74,7 @@ def remove(
                 if not dry_run:
                     for backend, facts in note["jobs"].items():
                         _collect(backend, facts, say)
+                    _discard_journal(note, run is not None, say)
                     shutil.rmtree(path)
             except (ClusterEnvError, OSError, ValueError, LookupError, TypeError) as error:
                 failures += 1
@@ -80,6 +82,16 @@ def remove(
     if foreign:
         say(f"{foreign} folders of other users were skipped")
     return Removed(count, failures)
+
+
+def _discard_journal(note: Mapping[str, Any], is_whole: bool, say: Callable[[str], None]) -> None:
+    if note.get("journal"):
+        try:
+            said = discard(Path(note["journal"]), note["run"], is_whole)
+        except (JournalError, OSError) as error:  # of a head that goes on without these nodes, or not to be read
+            said = f"its journal is kept: {error}"
+        if said:
+            say(said)
 
 
 def remove_pods(

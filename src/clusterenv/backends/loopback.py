@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from clusterenv.backends.contract import Hopeless
 from clusterenv.backends.launch.logs import read_tail
@@ -50,6 +50,7 @@ class Loopback(Remote):
     bind: str | None = field(default="127.0.0.1", kw_only=True)
     start_timeout_s: float = field(default=60.0, kw_only=True)
     oversubscribe: bool = field(default=True, kw_only=True)
+    can_reattach: ClassVar[bool] = True
 
     def launch(self, plan: Plan) -> AgentProcesses:
         return AgentProcesses(plan, dead_after_s=self.heartbeat_s[1])

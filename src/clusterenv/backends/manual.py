@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from clusterenv.backends.remote import Remote
 from clusterenv.events import instruct
@@ -22,6 +22,8 @@ class Manual(Remote):
         nodes: how many machines.
         others: as in `Remote`, which see.
     """
+
+    can_reattach: ClassVar[bool] = True
 
     def launch(self, plan: Plan) -> _ByHand:
         return _ByHand(plan)

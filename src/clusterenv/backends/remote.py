@@ -74,6 +74,8 @@ class Remote(ABC):
     allow_pickle: bool = True
     heartbeat: tuple[float, float, float] | None = None
     is_remote: ClassVar[bool] = True
+    can_reattach: ClassVar[bool] = False
+    """Nodes that an earlier head has started can join the next one; otherwise they are ended, and others started."""
 
     def __post_init__(self) -> None:
         name, nodes = type(self).__name__, self.nodes

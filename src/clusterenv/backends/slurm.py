@@ -74,6 +74,7 @@ class Slurm(Remote):
     # The lease: Ctrl-Z must not cost a place in the queue.
     heartbeat_s: tuple[float, float, float] = field(default=(1.0, 10.0, 300.0), kw_only=True)
     name: ClassVar[str] = "slurm"
+    can_reattach: ClassVar[bool] = True
 
     def __post_init__(self, interface: str | None) -> None:
         if interface is not None:

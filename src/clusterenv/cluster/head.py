@@ -381,15 +381,15 @@ class Head:
             "missing_nodes": self.roster.missing,
         }
 
-    def close(self) -> None:
-        """Tell everybody that the run is over. Idempotent, also where it was interrupted."""
+    def close(self, is_over: bool = True) -> None:
+        """Tell everybody that the run is over, unless another head goes on with it. Idempotent, also interrupted."""
         if self._is_closed:
             return
         error = self._ending.error()
         self._mine.stop()
-        for node in list(self._active):
+        for node in list(self._active) if is_over else ():
             self._send(node, Leave(-1, f"the run failed: {error}" if error else "the run is over", bool(error)))
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + (1.0 if is_over else 0.0)
         while self._active and time.monotonic() < deadline:  # what was said must be out before the socket closes
             self._poller.poll(50)
             self._socket.receive()

@@ -30,6 +30,7 @@ __all__ = [
     "environments_opened",
     "interruptible",
     "restore_handler",
+    "strike",
     "uninterrupted",
     "uninterrupted_generator",
 ]
@@ -46,7 +47,7 @@ _is_protected: dict[CodeType, bool] = {}
 
 
 class _State:
-    __slots__ = ("frame", "handler", "open", "pending", "since_s")
+    __slots__ = ("frame", "handler", "instead", "open", "pending", "since_s")
 
     def __init__(self) -> None:
         self.pending = False
@@ -54,6 +55,8 @@ class _State:
         self.frame: FrameType | None = None  # where
         self.since_s = 0.0
         self.handler: Callable[[int, FrameType | None], Any] = signal.default_int_handler
+        self.instead: Callable[[], None] | None = None
+        """What is to be called in place of a handler of Ctrl-C."""
         self.open: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -127,8 +130,17 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
         STATE.pending, STATE.frame, STATE.since_s = True, frame, now
 
 
+def strike(action: Callable[[], None], frame: FrameType | None) -> None:
+    """Call this at a moment at which a Ctrl-C would be handled; it raises. Called by a signal handler."""
+    STATE.instead = action
+    _on_interrupt(_SIGINT, frame)
+
+
 def _handle(frame: FrameType | None) -> None:
     STATE.pending, STATE.frame = False, None
+    instead, STATE.instead = STATE.instead, None
+    if instead is not None:
+        instead()
     handler, STATE.handler = STATE.handler, signal.default_int_handler  # a foreign one may call ours in its turn
     try:
         handler(_SIGINT, frame)

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+from clusterenv.system import termination
 from clusterenv.system.interrupts import restore_handler
 
 __all__ = ["OwnThread", "Teardown", "current_exception"]
@@ -65,6 +66,7 @@ class Teardown:
         finally:
             self._num_waiting -= 1
             restore_handler()
+            termination.restore_handler()
         error, self._error = self._error, None
         if error is not None:
             raise error

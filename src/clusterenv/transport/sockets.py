@@ -21,7 +21,7 @@ from clusterenv.errors import StartError
 from clusterenv.system.interrupts import uninterrupted
 from clusterenv.transport.keys import KeyPair
 
-__all__ = ["Arrived", "HeadSocket", "Link", "NodeSocket"]
+__all__ = ["Arrived", "HeadSocket", "Link", "NodeSocket", "listening_on"]
 
 _ZAP = "inproc://zeromq.zap.01"
 
@@ -47,6 +47,11 @@ class Arrived(NamedTuple):
     link: Link
     route: bytes
     frames: list[Any]
+
+
+def listening_on(host: str, port: int) -> str:
+    """Return the address of a head that listens there."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 class HeadSocket:
@@ -82,7 +87,7 @@ class HeadSocket:
         self._socket = socket
         shown = f"[{host}]" if ":" in host else host
         try:
-            self.address = f"tcp://{shown}:{self._bind(shown, ports)}"
+            self.address = listening_on(host, self._bind(shown, ports))
         except BaseException:
             self.close()
             raise

@@ -8,8 +8,9 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from clusterenv.backends.launch.note import Note
 from clusterenv.errors import ClusterEnvError, StartError
@@ -33,19 +34,30 @@ class RunFolder:
         place: where to make the folder; None: the temporary directory.
         lease_s: how long nodes go on without the head; written into the note.
         any_owner: the file system may show another owner than this user for it.
+        journal: from which another head may go on; written into the note.
+        earlier: the name, the folder and the jobs of a run that goes on, in place of a new one.
     """
 
-    def __init__(self, place: str | os.PathLike[str] | None, lease_s: float, any_owner: bool) -> None:
-        self.run = secrets.token_hex(4)
+    def __init__(
+        self,
+        place: str | os.PathLike[str] | None,
+        lease_s: float,
+        any_owner: bool,
+        journal: str = "",
+        earlier: tuple[str, Path, Mapping[str, Any]] | None = None,
+    ) -> None:
         # A folder of the run's own, also below one that the user names: it is removed at the end.
-        self.path = run_path(place, self.run)
-        with self.writing():
-            private_folder(self.path, any_owner)
+        self.run = secrets.token_hex(4) if earlier is None else earlier[0]
+        self.path = run_path(place, self.run) if earlier is None else earlier[1]
+        if earlier is None:
+            with self.writing():
+                private_folder(self.path, any_owner)
         try:
             with self.writing():
-                self.note = Note(self.path, self.run, lease_s)
+                self.note = Note(self.path, self.run, lease_s, journal, {} if earlier is None else earlier[2])
         except BaseException:
-            shutil.rmtree(self.path, ignore_errors=True)
+            if earlier is None:
+                shutil.rmtree(self.path, ignore_errors=True)
             raise
         self._is_over = False
         self.files: tuple[Path, ...] = ()
@@ -61,6 +73,11 @@ class RunFolder:
                 self.files += (path,)
                 self.digests += (hashlib.sha256(path.read_bytes()).hexdigest(),)
 
+    def find_keys(self, nodes: int) -> None:
+        """Use the key files that an earlier head has written."""
+        self.files = tuple(key_file(self.path, node) for node in range(nodes))
+        self.digests = tuple(hashlib.sha256(path.read_bytes()).hexdigest() for path in self.files)
+
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Within it, an `OSError` (a disk that is full, or read-only) becomes a `StartError` that says where."""
@@ -73,6 +90,12 @@ class RunFolder:
                 f"the run's folder {self.path} could not be filled, or nodes not started from it: {error}. If that "
                 "disk is full or read-only, choose another: `folder=...` of the backend, or TMPDIR where that is None"
             ) from error
+
+    def leave(self) -> None:
+        """Keep all of it for another head. Idempotent."""
+        if not self._is_over:
+            self._is_over = True
+            self.note.leave()
 
     def end(self, left: str) -> bool:
         """Remove it; but where something else of the run is left, only the secrets: `clusterenv gc` needs the note.

@@ -27,9 +27,16 @@ _SLACK_S = 120.0
 
 
 class Note:
-    """The note of a run whose head is this process."""
+    """The note of a run whose head is this process.
 
-    def __init__(self, folder: Path, run: str, lease_s: float) -> None:
+    Args:
+        journal: from which another head may go on with its nodes; "": none can.
+        jobs: that an earlier head has started.
+    """
+
+    def __init__(
+        self, folder: Path, run: str, lease_s: float, journal: str = "", jobs: Mapping[str, Any] | None = None
+    ) -> None:
         self._path = folder / NAME
         pid = os.getpid()
         self._fields: dict[str, Any] = {
@@ -39,8 +46,9 @@ class Note:
             "pid": pid,
             "started": _started(pid),
             "lease_s": lease_s,
-            "jobs": {},
+            "jobs": dict(jobs or {}),
             "left": "",
+            "journal": journal,
         }
         self._write()
         self._quit = threading.Event()
@@ -60,6 +68,12 @@ class Note:
             self._fields["left"] = left
             with contextlib.suppress(OSError):  # a full disk: then it is removed when this process has ended
                 self._write()
+
+    def leave(self) -> None:
+        """Another head may go on: the lease of its nodes begins now."""
+        self.end()
+        with contextlib.suppress(OSError):
+            os.utime(self._path)
 
     def _write(self) -> None:
         new = self._path.with_suffix(".new")
@@ -89,6 +103,9 @@ def life(note: Mapping[str, Any], age_s: float) -> Life:
     if note["machine"] == _machine():
         if _started(note["pid"]) == note["started"]:
             return Life(False, True, f"its head is running ({who})")
+        if note.get("journal") and age_s <= note["lease_s"] + _SLACK_S:
+            text = f"its head has ended ({who}), and another one may go on with its nodes, by resume={note['journal']}"
+            return Life(False, False, text)
         return Life(True, True, f"its head has ended ({who})")
     over = age_s > note["lease_s"] + _SLACK_S
     seen = f"{who}, last seen {age_s:.0f} s ago"

@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections import deque
+from collections.abc import Collection, Sequence
 
 from clusterenv.backends.contract import CancelsJobs, Jobs, ScheduledJobs
 from clusterenv.errors import StartError
@@ -52,10 +53,15 @@ class Supervisor:
         self._failure: BaseException | None = None  # of the first starts
         self._deadline = 0.0
         self._left = ""
+        self._is_left = False  # to another head
 
-    def keep(self, jobs: Jobs, nodes: int) -> None:
-        """Start so many nodes, and look after them from now on. Raises what the backend raises in the first starts."""
-        self._thread = OwnThread(functools.partial(self._run, jobs, nodes), "clusterenv-supervisor")
+    def keep(self, jobs: Jobs, nodes: int, here: Collection[int] = ()) -> None:
+        """Start so many nodes, and look after them from now on. Raises what the backend raises in the first starts.
+
+        `here`: those that an earlier head has started; they are started again where they are wanted again.
+        """
+        missing = [node for node in range(nodes) if node not in here]
+        self._thread = OwnThread(functools.partial(self._run, jobs, missing), "clusterenv-supervisor")
         self._thread.start()
         self._begun.wait()
         if self._failure is not None:
@@ -90,11 +96,16 @@ class Supervisor:
         self._thread.join()
         return self._left
 
+    def leave(self, deadline: float) -> None:
+        """Start and end nothing any more: another head goes on with the nodes. Idempotent."""
+        self._is_left = True
+        self.stop(deadline)
+
     # -- the thread -------------------------------------------------------------------------------------------
 
-    def _run(self, jobs: Jobs, nodes: int) -> None:
+    def _run(self, jobs: Jobs, nodes: Sequence[int]) -> None:
         try:
-            for node in range(nodes):
+            for node in nodes:
                 if not self.closing.is_set():
                     self._start(jobs, node)
         except BaseException as error:
@@ -106,7 +117,7 @@ class Supervisor:
             self._attend(jobs)
         try:
             now = time.monotonic()
-            if isinstance(jobs, ScheduledJobs):
+            if isinstance(jobs, ScheduledJobs) and not self._is_left:
                 jobs.stop(self._deadline if now < self._deadline else now + _LATE_S)
         except Exception as error:  # a scheduler's client may raise anything; `stop` reports it
             self._left = _told(error)
