@@ -120,11 +120,18 @@ class Journal:
             self._record.incarnations = max(incarnation, self._record.incarnations)
             self._try_to_store()
 
-    def keep_cluster(self, record: ClusterRecord | None) -> None:
-        """Have a later head listen where this one does; None: it makes keys of its own. Raises JournalError."""
+    def keep_cluster(self, record: ClusterRecord) -> None:
+        """Have a later head listen where this one does. Raises JournalError."""
         with self._writing:
             self._record.cluster = record
             self._store()
+
+    def forget_cluster(self) -> None:
+        """Keep no keys: the nodes are gone. A full disk is an event."""
+        with self._writing:
+            if self._record.cluster is not None:
+                self._record.cluster = None
+                self._try_to_store()
 
     def keep_invited(self, nodes: int) -> None:
         """Have a later head run on so many nodes. A full disk is an event."""

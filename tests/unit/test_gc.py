@@ -17,6 +17,8 @@ import pytest
 from clusterenv.backends.launch import note as notes
 from clusterenv.backends.launch.note import Note
 from clusterenv.cli import main
+from clusterenv.events import EventLog
+from clusterenv.journal import ClusterRecord, Journal
 
 LEASE_S = 60.0
 
@@ -95,6 +97,31 @@ def test_a_note_is_touched_while_its_head_lives(tmp_path, monkeypatch):
             time.sleep(0.01)
     finally:
         note.end()
+
+
+def test_nodes_that_another_head_may_go_on_with_are_left_to_it(tmp_path, capsys, dead):
+    """For as long as their lease may last; the journal itself is the user's, but for its keys."""
+
+    def left(name, age_s):
+        journal = Journal(tmp_path / f"{name}.journal", EventLog())
+        journal.keep_cluster(ClusterRecord(name, "/x", "tcp://x:1", 1, "public", "secret", ("a",), 1, 1))
+        journal.end(is_clean=False)
+        return run_folder(tmp_path, name, age_s, pid=dead, journal=str(journal.path)), journal.path
+
+    waits, waiting = left("waits", LEASE_S)
+    over, resumable = left("over", LEASE_S + 200)
+    named, given_up = left("named", LEASE_S)
+    assert main(["gc", "--folder", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert waits.exists() and f"may go on with its nodes, by resume={waiting}" in told
+    assert "clusterenv gc --run waits" in told and b"secret" in waiting.read_bytes()
+    assert not over.exists() and b"secret" not in resumable.read_bytes() and "has no keys any more" in told
+    assert main(["gc", "--folder", str(tmp_path), "--run", "named"]) == 0
+    assert not named.exists() and not given_up.exists()
+    held = Journal(waiting, EventLog())
+    assert main(["gc", "--folder", str(tmp_path), "--run", "waits"]) == 0
+    assert not waits.exists() and waiting.exists() and "its journal is kept" in capsys.readouterr().out
+    held.end(is_clean=True)
 
 
 @contextlib.contextmanager

@@ -85,24 +85,15 @@ def start(
                 left = supervisor.stop(deadline)
                 if folder.end(left) and left:
                     events.add(Event("jobs_left", _left_behind(folder, left, jobs, timing.lease_s)))
+                if journal is not None:
+                    journal.forget_cluster()
         termination.unwatch(folder)
         clean_up.forget()
 
     clean_up = Teardown(lambda: stop(time.monotonic() + _CLEAN_UP_S), _CLEAN_UP_S + 2.0)
     try:
         termination.watch(folder)
-        head = Head(
-            run.keys,
-            run.node_keys,
-            host,
-            run.ports,
-            timing,
-            events,
-            supervisor,
-            cores=1 if remote.oversubscribe else remote.workers_per_node,
-            sends_pickle=remote.allow_pickle,
-            invited=nodes,
-        )
+        head = _listen(remote, run, host, timing, events, supervisor)
         address = dialled(head.address, parse_advertise(remote.advertise))
         if run.pairs is not None:
             folder.write_keys(address, run.keys.public, run.pairs)
@@ -141,6 +132,21 @@ def _identify(
     path = "" if journal is None or not remote.can_reattach else str(journal.path)
     folder = RunFolder(remote.folder, lease_s, remote.owner_squashed, path)
     return new_identity(folder, ports, remote.nodes, most)
+
+
+def _listen(remote: Remote, run: Identity, host: str, timing: Timing, events: EventLog, supervisor: Supervisor) -> Head:
+    return Head(
+        run.keys,
+        run.node_keys,
+        host,
+        run.ports,
+        timing,
+        events,
+        supervisor,
+        cores=1 if remote.oversubscribe else remote.workers_per_node,
+        sends_pickle=remote.allow_pickle,
+        invited=run.nodes,
+    )
 
 
 def _record(run: Identity, address: str, head: Head, nodes: int) -> ClusterRecord:
