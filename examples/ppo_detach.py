@@ -3,16 +3,14 @@
     python examples/ppo_detach.py                                       trains LunarLander-v3 until it is solved
     python examples/ppo_detach.py --demo --plot runs/ppo_detach.png     the same, with a live display and a curve
     python examples/ppo_detach.py --sync always                         weights travel after every update
+    python examples/ppo_detach.py --resume runs/lander                  goes on where it was killed, if it was
 
-In goes the id of an environment with Box observations and discrete actions; out comes a summary that says where the
-time went, and a plot if asked for. Compare `ppo.py`, where the head acts and the workers only step: here there is no
-loop over steps, there are no reset rows, and advantages come from `clusterenv.learning`.
-
-Weights travel only when the newest policy differs enough from the one that acts (`--sync aps`, see docs/aps.md), so
-the data may be a few updates old; the loss is PPO's for such data.
+Observations are vectors, actions discrete. Compare `ppo.py`, where the head acts and the workers only step: here there
+is no loop over steps, there are no reset rows, and advantages come from `clusterenv.learning`. Weights travel only when
+the newest policy differs enough from the one that acts (`--sync aps`, see docs/aps.md): the loss is PPO's for old data.
 
 On two cores that did some other work too, seeds 1 to 8 ended with evaluations from 253 to 265, after 33 to 56 seconds
-and 475 to 573 thousand steps, and pulled weights 12 to 15 times for 30 to 36 versions of the policy.
+and 475 to 573 thousand steps, and pulled weights 12 to 15 times for 30 to 36 versions.
 """
 
 import argparse
@@ -67,6 +65,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threshold", type=float, default=0.02, help="aps: pull above this mean KL per state")
     parser.add_argument("--every", type=int, default=4, metavar="K", help="every: pull at each K-th version")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the returns, and when weights travelled")
+    parser.add_argument("--resume", type=Path, metavar="FOLDER", help="save there after each update, and go on from it")
     parser.add_argument("--demo", action="store_true", help="live display (plain lines if not on a terminal)")
     args = parser.parse_args(argv)
     if min(args.num_envs, args.total_steps) < 1 or (args.workers is not None and args.workers < 0):
@@ -114,7 +113,8 @@ def train(args: argparse.Namespace) -> None:
     # Networks this small gain nothing from more threads, and these would take the workers' cores.
     torch.set_num_threads(1)
 
-    with ce.ClusterEnv(args.env_id, num_envs=args.num_envs, backend=ce.Local(workers=args.workers)) as envs:
+    journal, checkpoint = (args.resume and args.resume / name for name in ("journal", "checkpoint.pt"))
+    with ce.ClusterEnv(args.env_id, args.num_envs, backend=ce.Local(workers=args.workers), resume=journal) as envs:
         args.workers = envs.stats()["workers"]
         obs_space, action_space = envs.single_observation_space, envs.single_action_space
         if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
@@ -123,18 +123,18 @@ def train(args: argparse.Namespace) -> None:
             sys.exit(f"{args.env_id}: this example wants Discrete actions that count from 0")
         agent = Agent(obs_space.shape[0], int(action_space.n))
         optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5)
+        parts = {"agent": agent, "optimizer": optimizer, "envs": envs}
+        saved = load(checkpoint, parts) if checkpoint and checkpoint.exists() else {}
         rules = {"aps": ce.APS(threshold=args.threshold), "always": ce.Always(), "every": ce.Every(args.every)}
         collector = envs.collector(agent, seed=args.seed, sync=rules[args.sync])
 
-        steps = tries = pulls = 0
-        next_try = RECENT_EPISODES
-        learning_s = evaluating_s = 0.0
-        history: list[tuple[int, float]] = []  # (steps so far, return) of every whole episode
-        updates: list[Update] = []
+        steps, tries, next_try, reached, before_s = saved.get("progress", (0, 0, RECENT_EPISODES, False, 0.0))
+        pulls, learning_s, evaluating_s = 0, 0.0, 0.0
+        history: list[tuple[int, float]] = saved.setdefault("history", [])  # (steps so far, return) of whole episodes
+        updates: list[Update] = saved.setdefault("updates", [])
         # Of every rollout: steps before it, drift of the workers' policy from the newest, whether they pulled that.
-        requests: list[tuple[int, float, bool]] = []
-        reached = False
-        started = time.perf_counter()
+        requests: list[tuple[int, float, bool]] = saved.setdefault("requests", [])
+        started = time.perf_counter() - before_s
 
         with LiveDisplay(args) if args.demo and sys.stdout.isatty() else LineDisplay(args) as display:
             while steps < args.total_steps and not reached:
@@ -170,6 +170,9 @@ def train(args: argparse.Namespace) -> None:
                     evaluating_s += time.perf_counter() - begin
                     # A standard error above the target, so that luck with the episodes does not end the training.
                     reached = trial.mean - trial.std / EVAL_EPISODES**0.5 >= args.target
+                if checkpoint:
+                    saved["progress"] = (steps, tries, next_try, reached, time.perf_counter() - started)
+                    save(checkpoint, parts, saved)
         seconds = time.perf_counter() - started
         stats = collector.stats()
         # Other episodes than those that chose the moment to stop.
@@ -187,9 +190,9 @@ def train(args: argparse.Namespace) -> None:
     versions = stats["version"] + 1
     kl, ess = np.nanmedian([update.kl for update in updates]), np.nanmedian([update.ess for update in updates])
     print(f"versions    {versions} (median KL of one update {kl:.4f})")
-    saved = f"at every update {versions}, {versions / stats['pulls']:.1f} times as many bytes"
-    print(f"pulls       {stats['pulls']} ({saved})")
-    print(f"bytes       {stats['weight_bytes']} of weights")
+    pulls = sum(pulled for *_, pulled in requests)
+    print(f"pulls       {pulls} (at every update {versions}, {versions / pulls:.1f} times as many bytes)")
+    print(f"bytes       {stats['weight_bytes']} of weights{' since it was resumed' if before_s else ''}")
     print(f"ESS         {ess:.3f} (median effective sample size as an update starts)")
     if args.plot:
         plot(args, history, requests)
@@ -198,11 +201,26 @@ def train(args: argparse.Namespace) -> None:
     # Seconds of wall clock: the workers' are the mean over workers, and they do nothing while the head learns.
     spent = dict(stats["busy_s"])
     spent["waiting"] = stats["collecting_s"] - sum(spent.values())
-    spent |= {"learning": learning_s, "evaluating": evaluating_s}
+    spent |= {"learning": learning_s, "evaluating": evaluating_s} | ({"before": before_s} if before_s else {})
     spent["other"] = seconds - sum(spent.values())
     print("\nwhere the time went")
     for name, value in spent.items():
         print(f"{name:<11} {value:7.1f} s {value / seconds:6.1%}")
+
+
+def save(path: Path, parts: dict, kept: dict) -> None:
+    """Write what training has come to. A process that is killed meanwhile leaves the file before."""
+    kept |= {name: part.state_dict() for name, part in parts.items()} | {"rng": torch.get_rng_state()}
+    torch.save(kept, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
+
+
+def load(path: Path, parts: dict) -> dict:
+    saved = torch.load(path, weights_only=False)  # our own: it has tuples of this file
+    for name, part in parts.items():
+        part.load_state_dict(saved[name])
+    torch.set_rng_state(saved["rng"])
+    return saved
 
 
 class Update(NamedTuple):

@@ -1,9 +1,8 @@
-"""An environment that writes down its seeds, for runs whose head is killed; and scripts that use it."""
+"""Environments that fail now and then and write down their seeds, for runs whose head is killed."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,11 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-SUPPORT = str(Path(__file__).parent)
+from tools.seed_ledger import WritesSeeds, read, repeated
 
+__all__ = ["Fragile", "environment", "make", "read", "repeated"]
 
-class WritesSeeds(gym.Wrapper):
-    """Writes every seed that it is reset with to a file, before anything else happens."""
-
-    def __init__(self, env: gym.Env, ledger: str) -> None:
-        super().__init__(env)
-        self._ledger = ledger
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        if seed is not None:
-            with open(self._ledger, "ab", buffering=0) as file:  # noqa: PTH123
-                file.write(b"%d\n" % seed)
-        return super().reset(seed=seed, options=options)
+_PATH = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 
 class Fragile(gym.Env):
@@ -52,15 +41,6 @@ def make(ledger: str, fails_at: int = 0) -> gym.Env:
     return WritesSeeds(Fragile(fails_at), ledger)
 
 
-def read(ledger: Path) -> list[int]:
-    """Return the seeds in the order in which they were used; a last line that is cut off is left out."""
-    return [int(line) for line in ledger.read_bytes().split(b"\n")[:-1]] if ledger.exists() else []
-
-
-def repeated(seeds: list[int]) -> list[int]:
-    return [seed for seed, times in Counter(seeds).items() if times > 1]
-
-
 def environment() -> dict[str, str]:
     """For scripts that import this module."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([SUPPORT, os.environ.get("PYTHONPATH", "")])}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*_PATH, os.environ.get("PYTHONPATH", "")])}

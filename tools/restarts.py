@@ -1,0 +1,126 @@
+"""Kill `examples/ppo_detach.py --resume` again and again, and compare what it comes to with an undisturbed run.
+
+    python -m tools.restarts --kills 20
+
+The script is killed with SIGKILL at random moments, half of them while it starts, and started again each time. At the
+end its greedy evaluation has to be that of the undisturbed run (within `--margin`), and no seed of a training
+environment may have been used twice: the environments write them down, in a file that the script knows nothing of. The
+evaluation itself is left out: it plays the same 64 episodes whenever it is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tools.seed_ledger import VARIABLE, read, repeated
+
+__all__ = ["main"]
+
+_ROOT = Path(__file__).parents[1]
+_SEED, _EVALUATION = 1, 1_000_000
+"""Of the script, and from which number on its evaluation has seeds."""
+
+
+class Script:
+    """The example, in a folder of its own."""
+
+    def __init__(self, folder: Path, total_steps: int) -> None:
+        folder.mkdir()
+        self.ledger = folder / "seeds"
+        # fmt: off
+        self._command = [
+            sys.executable, str(_ROOT / "examples" / "ppo_detach.py"), "--resume", str(folder),
+            "--env-id", "tools.seed_ledger:LedgerCartPole-v1", "--num-envs", "16", "--workers", "2",
+            "--total-steps", str(total_steps), "--target", "inf", "--seed", str(_SEED),
+        ]
+        # fmt: on
+        path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
+        self._env = {**os.environ, VARIABLE: str(self.ledger), "PYTHONPATH": path}
+
+    def start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self._env, cwd=_ROOT
+        )
+
+    def training_seeds(self) -> list[int]:
+        evaluation = range(_SEED + _EVALUATION, _SEED + _EVALUATION + 64)
+        return [seed for seed in read(self.ledger) if seed not in evaluation]
+
+
+def undisturbed(script: Script) -> tuple[float, float, float]:
+    """Return the evaluation, the seconds until the first update was done, and those of one more."""
+    began = time.monotonic()
+    process = script.start()
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    first_s = time.monotonic() - began
+    rest, _ = process.communicate()
+    output = first + rest
+    if process.returncode:
+        raise SystemExit(f"the undisturbed run failed:\n{output}")
+    updates = int(re.findall(r"^versions +(\d+)", output, re.MULTILINE)[0])
+    seconds = float(re.findall(r"^seconds +([\d.]+)", output, re.MULTILINE)[0])
+    return _evaluation(output), first_s, seconds / updates
+
+
+def disturbed(script: Script, kills: int, first_s: float, update_s: float, dice: random.Random) -> tuple[float, int]:
+    """Return the evaluation, and how often it could be killed before it had come to the end."""
+    killed = 0
+    while True:
+        process = script.start()
+        if killed < kills:
+            is_starting = dice.random() < 0.5
+            moment_s = dice.uniform(0.0, first_s) if is_starting else first_s + dice.uniform(0.0, 3.0 * update_s)
+            try:
+                process.communicate(timeout=moment_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                killed += 1
+                continue
+        output, _ = process.communicate()
+        if process.returncode:
+            raise SystemExit(f"the restarted script failed, after {killed} kills:\n{output}")
+        return _evaluation(output), killed
+
+
+def _evaluation(output: str) -> float:
+    return float(re.findall(r"^evaluation +(-?[\d.]+)", output, re.MULTILINE)[0])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="A training script that is killed and restarted")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--total-steps", type=int, default=200_000)
+    parser.add_argument("--margin", type=float, default=25.0, help="how much less than the undisturbed run is allowed")
+    parser.add_argument("--seed", type=int, default=1, help="of the moments")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        alone, killed = (Script(Path(folder, name), args.total_steps) for name in ("alone", "killed"))
+        began = time.monotonic()
+        expected, first_s, update_s = undisturbed(alone)
+        print(f"undisturbed  {expected:.1f} after {time.monotonic() - began:.0f} s", flush=True)
+        began = time.monotonic()
+        found, kills = disturbed(killed, args.kills, first_s, update_s, random.Random(args.seed))
+        print(f"killed       {found:.1f} after {time.monotonic() - began:.0f} s and {kills} kills")
+        seeds = killed.training_seeds()
+        twice = repeated(seeds)
+        print(f"seeds        {len(seeds)}, of which {len(twice)} were used twice")
+        left = sorted(path.name for path in killed.ledger.parent.iterdir())
+        print(f"left         {', '.join(left)}")
+    is_good = found >= expected - args.margin and not twice and kills == args.kills
+    is_good = is_good and left == ["checkpoint.pt", "seeds"]
+    print("as it should be" if is_good else "NOT as it should be")
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
