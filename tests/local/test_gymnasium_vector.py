@@ -518,6 +518,24 @@ def test_call_and_attributes(workers):
 
 
 @WORKERS
+def test_environments_share_what_a_manager_holds(workers):
+    with multiprocessing.Manager() as manager:
+        shared = manager.list()
+
+        class Sharing(Counter):
+            def step(self, action):
+                shared.append((self.slot, int(action)))
+                return super().step(action)
+
+        envs = cluster([lambda i=i: Sharing(i) for i in range(4)], workers)
+        envs.reset(seed=0)
+        for _ in range(3):
+            envs.step([1, 2, 3, 4])
+        envs.close()
+        assert sorted(shared) == sorted([(0, 1), (1, 2), (2, 3), (3, 4)] * 3)
+
+
+@WORKERS
 def test_call_of_some_slots(workers):
     envs = cluster([lambda i=i: Counter(i) for i in range(5)], workers)
     envs.reset(seed=0)
