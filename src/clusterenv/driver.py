@@ -238,10 +238,10 @@ class Driver:
                 slots = tuple(slot for request in lost for slot in self.slots_of[request.worker])
                 workers = [request.worker for request in lost]
                 raise WorkerLostError(f"workers {workers} died during the call; see events()", slots=slots)
-            if deadline is not None and time.monotonic() >= deadline:
-                late = [slot for request in requests if request.reply is None for slot in request.slots]
-                raise self._late("call_wait", timeout_s, late)
             self.advance(deadline)
+            late = [slot for request in requests if request.reply is None for slot in request.slots]
+            if late and deadline is not None and time.monotonic() >= deadline:
+                raise self._late("call_wait", timeout_s, late)
         replies = [request.reply for request in requests if request.reply is not None]
         for reply in replies:
             if reply.faults:
@@ -258,9 +258,9 @@ class Driver:
         rows = self.rows
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while rows.ready_count < min_rows:
-            if deadline is not None and time.monotonic() >= deadline:
+            self.advance(deadline)  # at least once: a timeout of 0 asks whether the rows have come
+            if deadline is not None and rows.ready_count < min_rows and time.monotonic() >= deadline:
                 raise self._late(call, timeout_s, np.flatnonzero(rows.awaited & ~rows.ready).tolist())
-            self.advance(deadline)
 
     def _late(self, call: str, timeout_s: float | None, slots: list[int]) -> DeadlineError:
         workers = sorted({self._workers.of_slot(slot).index for slot in slots})

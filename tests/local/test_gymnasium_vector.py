@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import multiprocessing
 import pickle
@@ -433,6 +434,21 @@ def test_a_call_that_timed_out_can_be_awaited_again(tmp_path, half):
     theirs = {"reset": lambda: ref.reset(seed=3), "step": lambda: ref.step([1, 2, 3])}
     same(wait(), theirs.get(half, lambda: ref.call("passed"))())
     same(envs.step([1, 2, 3]), ref.step([1, 2, 3]))
+    envs.close()
+
+
+@WORKERS
+@pytest.mark.parametrize("half", HALVES)
+def test_a_timeout_of_nothing_asks_whether_the_results_have_come(workers, half):
+    envs = cluster(CARTPOLES, workers)
+    envs.reset(seed=0)
+    for _ in range(3):
+        CALLS[f"{half}_async"](envs)
+        for _ in range(10_000):
+            with contextlib.suppress(multiprocessing.TimeoutError):
+                results = getattr(envs, f"{half}_wait")(timeout=0)
+                break
+        assert len(results[0] if half != "call" else results) == 4
     envs.close()
 
 
