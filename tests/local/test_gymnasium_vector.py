@@ -409,13 +409,17 @@ def test_out_of_order_as_gymnasium_says_it(calls):
 
 
 HALVES = ["reset", "step", "call"]
+PLACES = pytest.mark.parametrize(
+    "place", [ce.Local(workers=2), ce.Loopback(nodes=2, workers_per_node=1)], ids=lambda place: type(place).__name__
+)
 
 
+@PLACES
 @pytest.mark.parametrize("half", HALVES)
-def test_a_call_that_timed_out_can_be_awaited_again(tmp_path, half):
+def test_a_call_that_timed_out_can_be_awaited_again(tmp_path, place, half):
     gate = tmp_path / "gate"
     gate.touch()
-    envs = cluster([lambda i=i: Gated(i, str(gate)) for i in range(3)], 2)
+    envs = ce.ClusterEnv([lambda i=i: Gated(i, str(gate)) for i in range(3)], backend=place)
     ref = SyncVectorEnv([lambda i=i: Gated(i, str(gate)) for i in range(3)])
     same(envs.reset(seed=0), ref.reset(seed=0))
     gate.unlink()
@@ -452,11 +456,12 @@ def test_a_timeout_of_nothing_asks_whether_the_results_have_come(workers, half):
     envs.close()
 
 
+@PLACES
 @pytest.mark.parametrize("half", HALVES)
-def test_a_reset_gives_up_a_call_that_timed_out(tmp_path, half):
+def test_a_reset_gives_up_a_call_that_timed_out(tmp_path, place, half):
     gate = tmp_path / "gate"
     gate.touch()
-    envs = cluster([lambda i=i: Gated(i, str(gate)) for i in range(3)], 2)
+    envs = ce.ClusterEnv([lambda i=i: Gated(i, str(gate)) for i in range(3)], backend=place)
     envs.reset(seed=0)
     gate.unlink()
     begin = {"reset": lambda: envs.reset_async(seed=3), "step": lambda: envs.step_async([1, 2, 3])}

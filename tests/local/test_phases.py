@@ -177,7 +177,7 @@ class Interrupted(Trouble):
         return super().step(action)
 
 
-@pytest.mark.parametrize("call", ["step", "recv", "rollout", "stream"])
+@pytest.mark.parametrize("call", ["step", "recv", "step_wait", "rollout", "stream"])
 def test_ctrl_c_within_an_environment_of_this_process(tmp_path, call):
     """`Local(workers=0)`: whoever was interrupted in the middle of a step is made anew by the next reset()."""
     memory = str(tmp_path / "lives")
@@ -193,6 +193,10 @@ def test_ctrl_c_within_an_environment_of_this_process(tmp_path, call):
                 for _ in range(4):
                     envs.send(ZEROS)
                     envs.recv()
+            elif call == "step_wait":
+                for _ in range(4):
+                    envs.step_async(ZEROS)
+                    envs.step_wait()
             elif call == "rollout":
                 collector.rollout(8)
             else:
