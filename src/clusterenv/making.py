@@ -14,7 +14,7 @@ from clusterenv.spec import constructor_takes
 
 __all__ = ["make_vec"]
 
-_OWN = ("backend", "autoreset_mode", "recovery", "copy", "observation_mode", "env_kwargs")
+_OWN = ("backend", "autoreset_mode", "recovery", "copy", "observation_mode", "resume", "env_kwargs")
 _GYMNASIUMS = {
     "vectorization_mode": "leave it out: environments run in worker processes, backend=... says where.",
     "vector_kwargs": "write its entries as arguments of make_vec.",

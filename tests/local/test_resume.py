@@ -108,7 +108,8 @@ def test_an_older_checkpoint_leads_to_no_seed_that_was_used(tmp_path):
         collector.rollout(4)
         saved = envs.state_dict()
         raise KeyError
-    with pytest.raises(KeyError), _envs(tmp_path) as envs:  # killed before it has saved anything
+    with pytest.raises(KeyError), _envs(tmp_path) as envs:  # fails before it has saved anything
+        envs.load_state_dict(saved)
         envs.collector(ce.RandomPolicy(), seed=5).rollout(4)
         raise KeyError
     with _envs(tmp_path) as envs:
@@ -155,3 +156,10 @@ def test_a_backend_of_others_without_a_journal_is_named(tmp_path):
         _envs(tmp_path, backend=Old(1))
     with _envs(tmp_path, backend=Virtual(2), recovery=_FRAGILE) as envs:
         envs.reset(seed=1)
+
+
+def test_make_vec_takes_it_too(tmp_path):
+    with ce.make_vec("CartPole-v1", 2, backend=ce.Local(workers=0), resume=tmp_path / "journal"):
+        assert (tmp_path / "journal").exists()
+    with pytest.raises(ce.SpecError, match=r"ClusterEnv\(resume=7\): expected a string, a path or None"):
+        ce.make_vec("CartPole-v1", 2, resume=7)

@@ -128,7 +128,13 @@ def _identify(
             return reopen(record, remote.nodes, lease_s, journal.path, remote.owner_squashed)
         text = f"the nodes of the last head are not gone on with, and others are started: {why}"
         events.add(Event("nodes_not_resumed", text))
-        gc.remove([Path(record.folder).parent], False, lambda said: emit(logging.INFO, said), record.run)
+        gc.remove(
+            [Path(record.folder).parent],
+            False,
+            lambda said: emit(logging.INFO, said),
+            record.run,
+            remote.owner_squashed,
+        )
     path = "" if journal is None or not remote.can_reattach else str(journal.path)
     folder = RunFolder(remote.folder, lease_s, remote.owner_squashed, path)
     return new_identity(folder, ports, remote.nodes, most)
