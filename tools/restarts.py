@@ -11,6 +11,7 @@ evaluation itself is left out: it plays the same 64 episodes whenever it is aske
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import re
@@ -34,7 +35,7 @@ class Script:
 
     def __init__(self, folder: Path, total_steps: int) -> None:
         folder.mkdir()
-        self.ledger = folder / "seeds"
+        self.ledger, self.checkpoint = folder / "seeds", folder / "checkpoint.pt"
         # fmt: off
         self._command = [
             sys.executable, str(_ROOT / "examples" / "ppo_detach.py"), "--resume", str(folder),
@@ -77,11 +78,11 @@ def disturbed(script: Script, kills: int, first_s: float, update_s: float, dice:
     while True:
         process = script.start()
         if killed < kills:
-            is_starting = dice.random() < 0.5
-            moment_s = dice.uniform(0.0, first_s) if is_starting else first_s + dice.uniform(0.0, 3.0 * update_s)
-            try:
-                process.communicate(timeout=moment_s)
-            except subprocess.TimeoutExpired:
+            if dice.random() < 0.5:  # while it starts
+                moment_s, updates, more_s = dice.uniform(0.0, first_s), 1, 0.0
+            else:  # in or after one of its next updates
+                moment_s, updates, more_s = math.inf, dice.choice((1, 2)), dice.uniform(0.0, update_s)
+            if _waited(process, script.checkpoint, moment_s, updates, more_s):
                 process.kill()
                 process.communicate()
                 killed += 1
@@ -92,6 +93,25 @@ def disturbed(script: Script, kills: int, first_s: float, update_s: float, dice:
         return _evaluation(output), killed
 
 
+def _waited(process: subprocess.Popen[str], checkpoint: Path, moment_s: float, updates: int, more_s: float) -> bool:
+    """Wait for so long, or for so many checkpoints and a little more. False: it has ended by itself."""
+    began, written = time.monotonic(), _written(checkpoint)
+    while process.poll() is None:
+        if time.monotonic() - began >= moment_s:
+            return True
+        if written != (now := _written(checkpoint)):
+            written, updates = now, updates - 1
+            if not updates:
+                time.sleep(more_s)
+                return process.poll() is None
+        time.sleep(0.005)
+    return False
+
+
+def _written(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
 def _evaluation(output: str) -> float:
     return float(re.findall(r"^evaluation +(-?[\d.]+)", output, re.MULTILINE)[0])
 
@@ -99,7 +119,7 @@ def _evaluation(output: str) -> float:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="A training script that is killed and restarted")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--total-steps", type=int, default=200_000)
+    parser.add_argument("--total-steps", type=int, default=160_000)
     parser.add_argument("--margin", type=float, default=25.0, help="how much less than the undisturbed run is allowed")
     parser.add_argument("--seed", type=int, default=1, help="of the moments")
     args = parser.parse_args(argv)
