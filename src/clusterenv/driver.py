@@ -51,7 +51,11 @@ _LOOK_EVERY = 16
 
 
 class Driver:
-    """All slots of a run, on the workers of one machine or of many."""
+    """All slots of a run, on the workers of one machine or of many.
+
+    Args:
+        requests: the ledger, where the executor reads it too.
+    """
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class Driver:
         blueprint: Blueprint,
         events: EventLog,
         node_of: list[int] | None = None,
+        requests: Requests | None = None,
     ) -> None:
         self.executor = executor
         self.slots_of = slots_of
@@ -73,7 +78,7 @@ class Driver:
         self.events = events
         self._inbox: deque[tuple[int, Any]] = deque()
         self._watched_at_s = 0.0
-        self._requests = Requests(len(slots_of))
+        self._requests = Requests(slots_of) if requests is None else requests
         self._workers = Workers(slots_of, self.node_of, recovery.warn_after_s)
         self.weights = WeightLedger(self.node_of)
         self._health = Health(self._workers, self._requests, self.weights, recovery)
@@ -166,14 +171,14 @@ class Driver:
         if self._inbox or self._slots.records or requests.count:
             self.send_step(None, None)
             return None
-        requests.number = number = requests.number % 0xFFFF_FFFF + 1
+        requests.number = requests.step_all = number = requests.number % 0xFFFF_FFFF + 1
         workers, done = len(self.slots_of), 0
         try:
             answers = self.executor.step_all(number)
             done = workers if answers is None else answers[0]
         finally:
             if done < workers:
-                engine.spill(number, done, time.monotonic())
+                engine.spill(done, time.monotonic())
         if answers is not None:
             for worker, message in answers[1]:
                 if worker < done:

@@ -199,7 +199,7 @@ def test_the_same_weights_have_a_number_of_their_own_on_each_machine(told):
 
 def test_limits_for_hangs_begin_when_the_weights_are_there(told):
     workers = Workers([[0], [1], [2], [3]], [0, 0, 1, 1], None)
-    health = Health(workers, Requests(4), told.ledger, Recovery(step_timeout_s=10.0))
+    health = Health(workers, Requests([[0], [1], [2], [3]]), told.ledger, Recovery(step_timeout_s=10.0))
     stepping = (0, PHASES.index("step"), 0)
     told.ledger.assign(told.ledger.of(0), 0, b"x")
     transfer = told.load(0)[2]

@@ -21,6 +21,7 @@ from clusterenv.backends.remote import Remote
 from clusterenv.cluster.contract import Timing
 from clusterenv.cluster.head import Head
 from clusterenv.driver import Driver
+from clusterenv.engine.requests import Requests
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import Event, EventLog, emit, emit_progress
 from clusterenv.executors.remote import RemoteExecutor
@@ -126,8 +127,11 @@ def _make_driver(
     slots_of = split(blueprint.num_envs, workers)
     shard_of = [worker // each for worker in range(workers)]
     config = WorkerConfig(mode, recovery.check, remote.threads_per_worker, remote.preload, remote.other_infos)
-    executor = RemoteExecutor(head, blueprint, slots_of, shard_of, config, stop)
-    return Driver(executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=shard_of)
+    requests = Requests(slots_of)
+    executor = RemoteExecutor(head, blueprint, requests, slots_of, shard_of, config, stop)
+    return Driver(
+        executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=shard_of, requests=requests
+    )
 
 
 def example_plan(remote: Remote) -> Plan:

@@ -1,7 +1,8 @@
 """The request ledger: what was asked of each worker and is not answered yet. Pure.
 
 A request is opened before its message is sent, and closed by its last answer or by the end of the worker's process.
-What an answer brings follows from the message: the executor is given the `Request`, and keeps no copy of it.
+A step of all slots is one number for all workers; requests are opened for it only where one has not answered as usual.
+Executors keep no copy of a request: answers from other machines are checked against the entry here, and noted in it.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Request:
     """Fragments: the version that acts."""
     info_keys: tuple[str, ...] = ()
     """Fragments: the infos that were asked for."""
+    reserved_bytes: int = 0
+    """How much its answers may have, while they are to come from another machine; 0: none is to come."""
 
     def __post_init__(self) -> None:
         if self.brings == "rows":
@@ -64,10 +67,13 @@ class Request:
 class Requests:
     """Every open request, by worker and number."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, slots_of: list[list[int]]) -> None:
         self.number = 0
         """Of the last request."""
-        self._open: list[dict[int, Request]] = [{} for _ in range(workers)]
+        self.step_all = 0
+        """Of the last step that all workers were asked for at once."""
+        self._slots_of = slots_of
+        self._open: list[dict[int, Request]] = [{} for _ in slots_of]
         self.count = 0
         """How many are open."""
 
@@ -77,11 +83,21 @@ class Requests:
         return self.number
 
     def open(self, worker: int, kind: Kind, slots: list[int], message: Any) -> Request:
-        """Record that `message`, or a whole step with that number, is asked of `worker`."""
-        number = message if isinstance(message, int) else message.request
-        sent = None if isinstance(message, int) else message
-        request = Request(number, kind, worker, slots, *_brings(message), message=sent)
-        self._open[worker][number] = request
+        """Record that `message` is asked of `worker`."""
+        return self._add(Request(message.request, kind, worker, slots, *_brings(message), message=message))
+
+    def part_of_step(self, worker: int) -> Request:
+        """Return what this worker is asked by the step of all slots; it is not open unless `open_step` did that."""
+        request = self._open[worker].get(self.step_all)
+        return request or Request(self.step_all, Kind.STEP, worker, self._slots_of[worker], "rows")
+
+    def open_step(self, worker: int) -> Request:
+        """Open a request of its own for this worker's part of the step of all slots, unless there is one."""
+        request = self.part_of_step(worker)
+        return request if self.is_open(request) else self._add(request)
+
+    def _add(self, request: Request) -> Request:
+        self._open[request.worker][request.number] = request
         self.count += 1
         return request
 
@@ -118,7 +134,7 @@ class Requests:
 
 def _brings(message: Any) -> tuple[Brings, int, int]:
     """Return what the answer to this message brings, on which side, and of how many steps."""
-    if isinstance(message, (int, Step, Reset, Rebuild)):
+    if isinstance(message, (Step, Reset, Rebuild)):
         return "rows", 0, 0
     if isinstance(message, RunFragment):
         return "fragment", message.side, message.num_steps
