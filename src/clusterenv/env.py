@@ -112,7 +112,6 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self._guard = CallGuard(driver, self._teardown)
         self._resumed: dict[str, Any] | None = None  # of the run that goes on, for the next collector
         self._stepper: Collector | None = None  # of `step(agent)`
-        self._attached: Collector | None = None  # whose policy the workers have
 
     # -- Gymnasium's face -------------------------------------------------------------------------------------
 
@@ -131,9 +130,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         if mask is not None and not self._guard.was_reset and not mask.all():
             raise UsageError("the first reset() must be of all environments: leave reset_mask out")
         driver = self._driver
-        dropped = driver.collecting.fragments.abandon()
-        if dropped and self._attached is not None:
-            self._attached.count_dropped(dropped)
+        driver.collecting.fragments.drop()
         self._guard.is_interrupted = True
         driver.drain()
         driver.set_seed_base(bases)
@@ -369,7 +366,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         Episodes in flight cannot be resumed: a later run begins every slot anew, with seeds not used before.
         """
         self._guard.check_open("state_dict")
-        collector = self._attached.state_dict() if self._attached is not None else None
+        attached = self._driver.weights.attached
+        collector = None if attached is None else attached.state_dict()
         return {"format": 1, "num_envs": self.num_envs, "pool": self._driver.state_dict(), "collector": collector}
 
     @uninterrupted

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clusterenv.engine.inputs import WeightsHeld, WeightsRefused, WeightsSent
 from clusterenv.policy.sync.drift import Drift
 from clusterenv.policy.sync.rules import Standing
+
+if TYPE_CHECKING:
+    from clusterenv.engine.collecting.synchronization import Synchronization
 
 __all__ = ["Machine", "Node", "Transfer", "WeightLedger", "Weights"]
 
@@ -201,7 +204,10 @@ class WeightLedger:
         self._shard_of = shard_of
         self.num_nodes = max(shard_of) + 1
         self._machines = [Machine(shard, 0) for shard in range(self.num_nodes)]
-        self.nodes = [Node() for _ in self._machines]
+        self.attached: Synchronization | None = None
+        """Whose policy the workers act with."""
+        self.policy_epoch = 0
+        """Counts policies: a worker that has an older one is sent the newest."""
         self._last_number = 0
         self.pull_s: list[float | None] = [None] * len(self._machines)
         """How long each node's last transfer took."""
@@ -218,9 +224,10 @@ class WeightLedger:
 
     # -- what the collector says ------------------------------------------------------------------------------
 
-    def attach(self, nodes: list[Node]) -> None:
-        """Another policy acts; `nodes` count what it costs."""
-        self.nodes = nodes
+    def attach(self, policy: Synchronization | None) -> None:
+        """This policy acts from now on, and what it costs is counted there; None: no policy does."""
+        self.attached = policy
+        self.policy_epoch += 1
         for machine in self:
             machine.forget()
 
@@ -272,8 +279,9 @@ class WeightLedger:
     # -- what workers are told --------------------------------------------------------------------------------
 
     def load(self, worker: int, weights: Weights, request: int, now: float) -> tuple[int, Transfer | None]:
+        assert self.attached is not None
         machine = self.of(worker)
-        return machine.load(worker, weights, request, self.nodes[machine.node], now)
+        return machine.load(worker, weights, request, self.attached.nodes[machine.node], now)
 
     def is_travelling(self, worker: int) -> bool:
         """Whether requests to this worker may wait for weights: that they take long says nothing of the worker."""
