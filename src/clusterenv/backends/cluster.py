@@ -20,6 +20,7 @@ from clusterenv.backends.local import split
 from clusterenv.backends.remote import Remote
 from clusterenv.cluster.contract import Timing
 from clusterenv.cluster.head import Head
+from clusterenv.cluster.peers import Admission
 from clusterenv.driver import Driver
 from clusterenv.engine.requests import Requests
 from clusterenv.errors import SpecError, StartError
@@ -75,18 +76,9 @@ def start(
     clean_up = Teardown(lambda: stop(time.monotonic() + _CLEAN_UP_S), _CLEAN_UP_S + 2.0)
     try:
         keys, node_keys = make_keys(), [make_keys() for _ in range(most)]
-        head = Head(
-            keys,
-            [pair.public for pair in node_keys],
-            host,
-            parse_port(remote.port),
-            timing,
-            events,
-            supervisor,
-            cores=1 if remote.oversubscribe else remote.workers_per_node,
-            sends_pickle=remote.allow_pickle,
-            invited=nodes,
-        )
+        cores = 1 if remote.oversubscribe else remote.workers_per_node
+        admission = Admission([pair.public for pair in node_keys], cores, remote.allow_pickle)
+        head = Head(keys, host, parse_port(remote.port), admission, timing, events, supervisor, invited=nodes)
         address = dialled(head.address, parse_advertise(remote.advertise))
         folder.write_keys(address, keys.public, node_keys)
         with folder.writing():

@@ -31,9 +31,14 @@ class Peer:
 
 
 class Admission:
-    """What a node must have: so many cores, and packages in versions that fit those here."""
+    """What a node must have: one of the run's keys, so many cores, and packages in versions that fit those here.
 
-    def __init__(self, cores: int, sends_pickle: bool) -> None:
+    Args:
+        node_keys: public keys of the nodes, in the order of their numbers.
+    """
+
+    def __init__(self, node_keys: Sequence[str], cores: int, sends_pickle: bool) -> None:
+        self.node_of = {key: number for number, key in enumerate(node_keys)}
         self._cores = cores
         self._sends_pickle = sends_pickle
         self._packages = set(FOR_PICKLES if sends_pickle else ())

@@ -128,9 +128,7 @@ class RemoteExecutor:
         self._may_lack: set[int] = set()  # may still ask for packages: once after each `AssignShard`
         self._running: set[int] = set()
         self._requests = requests
-        self._answers = RemoteAnswers(
-            requests, slots_of, self._workers, is_vector=blueprint.is_vector, open_bytes=head.inbox.open_bytes
-        )
+        self._answers = RemoteAnswers(requests, slots_of, self._workers, blueprint.is_vector, head.inbox.open_bytes)
         self._summed = (b"", 0)  # weights, and their checksum
         self._layouts: list[tuple[Any, bytes]] = []
         self._events: list[tuple[int, Any]] = []

@@ -36,7 +36,6 @@ class RemoteAnswers:
         requests: Requests,
         slots_of: list[list[int]],
         workers: list[list[int]],
-        *,
         is_vector: bool,
         open_bytes: list[int],
     ) -> None:
@@ -148,7 +147,9 @@ class RemoteAnswers:
         if request.brings == "fragment":
             slots, arena = self._slots_of[worker], self._arena
             assert arena is not None
-            write_fragment(arena.sides[request.side], slice(slots[0], slots[-1] + 1), request.num_steps, frames[1:])
+            write_fragment(
+                arena.sides[request.message.side], slice(slots[0], slots[-1] + 1), request.message.num_steps, frames[1:]
+            )
         elif request.brings == "rows":
             assert self.buffers is not None
             write_rows(self.buffers, answer.slots, frames[1])

@@ -39,16 +39,16 @@ class Fragment:
     worker: int
     side: int
     num_steps: int
-    state: FragmentState = FragmentState.QUEUED
-    number: int = 0
+    state: FragmentState = field(default=FragmentState.QUEUED, init=False)
+    number: int = field(default=0, init=False)
     """Of its request."""
-    incarnations: list[int] = field(default_factory=list)
+    incarnations: list[int] = field(default_factory=list, init=False)
     """Of the worker's slots, when it began."""
-    is_wanted: bool = True
+    is_wanted: bool = field(default=True, init=False)
     """False: it was given up while it ran. Its slots have advanced all the same."""
-    is_last: bool = False
+    is_last: bool = field(default=False, init=False)
     """Its slots go on elsewhere: the episodes that run on after it are truncated."""
-    result: FragmentResult | None = None
+    result: FragmentResult | None = field(default=None, init=False)
     """None, though it has arrived: it was lost, and is not run again."""
 
 

@@ -48,17 +48,17 @@ class Weights(NamedTuple):
 class Node:
     """What went to one node and came from it, over all its sessions, on behalf of one collector."""
 
-    standing: Standing = _NOTHING
-    drift_at_pull: float | None = None
-    pulls: int = 0
-    forms: Counter[str] = field(default_factory=Counter)
+    standing: Standing = field(default=_NOTHING, init=False)
+    drift_at_pull: float | None = field(default=None, init=False)
+    pulls: int = field(default=0, init=False)
+    forms: Counter[str] = field(default_factory=Counter, init=False)
     """Codec → how many pulls."""
-    weight_bytes: int = 0
-    evaluation_bytes: int = 0
+    weight_bytes: int = field(default=0, init=False)
+    evaluation_bytes: int = field(default=0, init=False)
     """Weights that went only to be evaluated."""
-    drift_bytes: int = 0
-    fragment_bytes: int = 0
-    lags: Counter[int] = field(default_factory=Counter)
+    drift_bytes: int = field(default=0, init=False)
+    fragment_bytes: int = field(default=0, init=False)
+    lags: Counter[int] = field(default_factory=Counter, init=False)
     """Versions behind the newest when a fragment was handed to the learner → how many fragments."""
 
     def as_dict(self, version: int) -> dict[str, Any]:
