@@ -214,7 +214,7 @@ class Driver:
         slots: list[int] | None = None,
     ) -> list[Any]:
         """Call a method (or read an attribute) of every environment, or of these slots', in ascending order."""
-        gone = tuple(self._state.slots.gone())
+        gone = tuple(slot for slot in self._state.slots.gone() if slots is None or slot in slots)
         if gone:
             raise WorkerLostError(
                 f"call({name!r}): the environments of slots {list(gone)} failed and are not back yet; "
