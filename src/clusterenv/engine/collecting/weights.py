@@ -1,6 +1,6 @@
 """The weight ledger: which weights each machine has and which are on their way, where they lie, and who reads them.
 
-`Collector` says what a machine's workers act with (`assign`), `FragmentDesk` what each worker has to load before it
+`Collector` says what a machine's workers act with (`assign`), `Collecting` what each worker has to load before it
 acts (`missing`, `load`), the driver what the executor reports (`heard`, `placed`). Every number about weights in the
 statistics comes from here. Pure: the clock comes in, and transfers leave as data for the executor to carry out.
 """
