@@ -108,16 +108,9 @@ class Driver:
         self.layout = layout = lay_out(agreed, self.num_envs, self.is_vector)
         buffers = Buffers(layout, self.executor.allocate(layout))
         self.rows = Delivery(self.num_envs, self.single_observation_space, buffers)
-        self._slots = Slots(self.mode)
+        self._slots = slots = Slots(self.mode)
         state = State(
-            self._workers,
-            self._slots,
-            self.rows,
-            self._requests,
-            incarnations,
-            self.weights,
-            self.events,
-            self.is_vector,
+            self._workers, slots, self.rows, self._requests, incarnations, self.weights, self.events, self.is_vector
         )
         attach = Attach(layout, self.single_observation_space, self.single_action_space)
         self._state = state
