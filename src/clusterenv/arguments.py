@@ -22,8 +22,6 @@ import numpy as np
 
 from clusterenv.errors import SpecError
 
-__all__ = ["check_fields", "closest", "expect", "field_kinds", "fits", "refused", "shown"]
-
 _PLAIN: dict[Any, str] = {
     int: "a whole number",
     float: "a number",

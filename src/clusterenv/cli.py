@@ -14,8 +14,6 @@ from typing import Any
 
 from clusterenv._version import __version__
 
-__all__ = ["main"]
-
 _PR_SET_PDEATHSIG = 1
 
 
@@ -93,7 +91,8 @@ def end_with_parent() -> None:
 
 def run_node(args: argparse.Namespace) -> int:
     from clusterenv.errors import KeyFileError
-    from clusterenv.node.agent import NEVER, Agent
+    from clusterenv.node.agent import Agent
+    from clusterenv.system.exits import NEVER
     from clusterenv.transport.keys import await_joining, read_joining_from
 
     try:

@@ -13,8 +13,6 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-__all__ = ["Event", "EventLog", "emit", "emit_output", "emit_progress", "instruct"]
-
 logger = logging.getLogger("clusterenv")
 output = logging.getLogger("clusterenv.output")
 

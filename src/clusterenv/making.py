@@ -12,8 +12,6 @@ from clusterenv.env import ClusterEnv
 from clusterenv.errors import SpecError
 from clusterenv.spec import constructor_takes
 
-__all__ = ["make_vec"]
-
 _OWN = ("backend", "autoreset_mode", "recovery", "copy", "observation_mode", "env_kwargs")
 _GYMNASIUMS = {
     "vectorization_mode": "leave it out: environments run in worker processes, backend=... says where.",

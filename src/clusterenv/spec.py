@@ -25,19 +25,6 @@ from clusterenv.code import registry
 from clusterenv.code.missing import dumps, dumps_with_words, why
 from clusterenv.errors import SpecError
 
-__all__ = [
-    "Blueprint",
-    "Delivered",
-    "MakeFromSpec",
-    "ObservationMode",
-    "Vector",
-    "blueprint",
-    "constructor_takes",
-    "load_makers",
-    "own_spaces",
-    "refuse_other",
-]
-
 
 @dataclass(frozen=True)
 class Vector:

@@ -31,8 +31,6 @@ from clusterenv.system.teardown import Teardown
 from clusterenv.transport.keys import make_keys
 from clusterenv.worker.setup import WorkerConfig
 
-__all__ = ["example_plan", "start"]
-
 _QUIET_S = 2.0
 """How long nodes are awaited before anything is logged about it."""
 

@@ -21,8 +21,6 @@ from clusterenv.backends import registry
 from clusterenv.backends.launch.note import NAME, life, now_there
 from clusterenv.errors import ClusterEnvError, SpecError, StartError
 
-__all__ = ["Removed", "places", "remove", "remove_pods"]
-
 _COLLECT_S = 60.0
 """What one backend may take to remove what is left of one run."""
 

@@ -25,8 +25,6 @@ from clusterenv.system.exits import NEVER
 if TYPE_CHECKING:
     from clusterenv.backends.contract import Plan
 
-__all__ = ["Kubernetes", "pod_manifest", "run_manifest", "secret_manifest"]
-
 _KEY = "/var/run/clusterenv/node.key"
 _BEAT_S = 30.0
 """How often the run object is told that the head is alive."""

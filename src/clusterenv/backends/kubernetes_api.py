@@ -16,8 +16,6 @@ from typing import Any
 
 from clusterenv.errors import StartError
 
-__all__ = ["LEASE", "RUN", "SEEN", "Api", "collect", "delete_abandoned", "delete_run", "labels", "now", "selector"]
-
 RUN = "clusterenv/run"
 SEEN = "clusterenv/seen"
 """Annotation of the run object: when the head was last alive."""

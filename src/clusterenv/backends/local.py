@@ -20,8 +20,6 @@ from clusterenv.spec import Blueprint
 from clusterenv.system.cpus import cpu_limit, usable_cores
 from clusterenv.worker.setup import WorkerConfig
 
-__all__ = ["Local", "split"]
-
 _SPIN_S = 600e-6
 
 _OF_NODES = ("nodes", "max_nodes", "heartbeat", "move_after_s", "allow_pickle")

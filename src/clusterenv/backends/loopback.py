@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
 
-__all__ = ["Loopback", "from_local"]
-
 
 @dataclass(frozen=True)
 class Loopback(Remote):

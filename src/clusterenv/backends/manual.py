@@ -11,8 +11,6 @@ from clusterenv.events import instruct
 if TYPE_CHECKING:
     from clusterenv.backends.contract import Plan
 
-__all__ = ["Manual"]
-
 
 @dataclass(frozen=True)
 class Manual(Remote):

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
 
-__all__ = ["NodeActor", "Ray"]
-
 _STOP_S = 3.0
 _NAMESPACE = "clusterenv"
 """Ray's, in which the actors of all runs have their names."""

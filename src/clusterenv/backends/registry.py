@@ -12,8 +12,6 @@ from typing import Any
 
 from clusterenv.errors import SpecError
 
-__all__ = ["GROUP", "OWN", "find", "names", "required", "written"]
-
 GROUP = "clusterenv.backends"
 
 OWN = {

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
 
-__all__ = ["Remote"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Remote(ABC):

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from clusterenv.backends.contract import Plan
     from clusterenv.backends.slurm_jobs import SlurmJobs, SlurmSteps
 
-__all__ = ["Slurm", "grace_options", "job_script", "log_file", "script_body", "srun_command"]
-
 _SIGNAL_S = 60
 """What `--signal=TERM` means without a time."""
 

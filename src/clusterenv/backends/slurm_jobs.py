@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from clusterenv.backends.contract import Plan
     from clusterenv.backends.slurm import Slurm
 
-__all__ = ["SlurmJobs", "SlurmSteps", "cancel_named", "hosts_of_allocation"]
-
 _OVER = {
     "BOOT_FAIL",
     "CANCELLED",

@@ -11,8 +11,6 @@ from clusterenv._version import __version__
 from clusterenv.code import versions
 from clusterenv.wire.messages import PROTOCOL, Hello
 
-__all__ = ["mismatch"]
-
 
 def mismatch(hello: Hello, cores: int, sends_pickle: bool, packages: Iterable[str]) -> str | None:
     """Return why a node does not fit a run that needs so many cores of it, and these packages in matching versions."""

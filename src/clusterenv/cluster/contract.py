@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-__all__ = ["Supervisor", "Timing"]
-
 
 class Timing(NamedTuple):
     beat_s: float

@@ -8,8 +8,6 @@ import traceback
 
 from clusterenv.system.teardown import current_exception
 
-__all__ = ["Ending"]
-
 _LIMIT = 500  # characters of an exception that are sent
 
 

@@ -5,8 +5,6 @@ The head ends a node that says more; a node keeps its workers' output well below
 
 from __future__ import annotations
 
-__all__ = ["MESSAGE_BYTES", "Flow"]
-
 MESSAGE_BYTES = 1024
 """What any message costs beside its bytes: reading it takes time, however small it is."""
 

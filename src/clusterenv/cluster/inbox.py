@@ -14,8 +14,6 @@ from clusterenv.errors import ProtocolError
 from clusterenv.wire.frames import CONTROL_LIMIT
 from clusterenv.wire.messages import SteppedAll
 
-__all__ = ["Inbox", "size_of"]
-
 
 class Inbox:
     def __init__(self, shards: int) -> None:

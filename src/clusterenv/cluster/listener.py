@@ -15,8 +15,6 @@ from collections.abc import Callable
 from clusterenv.errors import ClusterEnvError
 from clusterenv.system.teardown import OwnThread
 
-__all__ = ["Listener"]
-
 _AWAY_S = 0.02
 """The caller's thread has not come for so long: the other one listens."""
 

@@ -9,8 +9,6 @@ from collections import deque
 
 from clusterenv.wire.messages import Output
 
-__all__ = ["OutputQueue"]
-
 _BYTES = 4 << 20
 _MESSAGES = 10_000
 

@@ -12,8 +12,6 @@ from clusterenv.transport.sockets import Link
 from clusterenv.wire.frames import Reader, head_reader
 from clusterenv.wire.messages import FromNode, Hello
 
-__all__ = ["Admission", "Peer", "Traffic", "short"]
-
 _LONGEST_REASON = 2000
 """Characters of what a node says that are shown."""
 

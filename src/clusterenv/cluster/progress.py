@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from clusterenv.errors import ProtocolError
 from clusterenv.wire.messages import Beat
 
-__all__ = ["WorkerProgress"]
-
 
 class WorkerProgress:
     def __init__(self) -> None:

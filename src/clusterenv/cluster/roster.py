@@ -11,8 +11,6 @@ import enum
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-__all__ = ["Admit", "Dismiss", "NodeState", "Refuse", "Replace", "Roster", "ShardAssigned", "ShardUnassigned"]
-
 
 class NodeState(enum.Enum):
     AWAITED = "awaited"  # asked for as the run starts, never seen

@@ -13,8 +13,6 @@ from clusterenv.errors import ProtocolError
 from clusterenv.wire.frames import CHUNK
 from clusterenv.wire.messages import Chunk, Pull, Withdrawn
 
-__all__ = ["WeightServer"]
-
 _ATTEMPTS = 3
 """How often a node may begin to pull the same weights: what it asked for and did not read is queued in the head."""
 

@@ -17,8 +17,6 @@ import cloudpickle
 
 from clusterenv.code import packages as sources
 
-__all__ = ["carry", "dumps", "dumps_with_words", "missing_package", "why"]
-
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 
 

@@ -25,19 +25,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-__all__ = [
-    "Comparison",
-    "Package",
-    "Wanted",
-    "collect",
-    "compare",
-    "find_own",
-    "install",
-    "is_importable",
-    "pack",
-    "top_level",
-]
-
 _EVERYWHERE = frozenset(
     {"__main__", "__mp_main__", "clusterenv", "cloudpickle", "gymnasium", "msgspec", "numpy", "zmq"}
 )

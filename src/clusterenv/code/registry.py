@@ -18,8 +18,6 @@ from gymnasium.envs.registration import EnvSpec, registry
 from clusterenv.code.missing import why
 from clusterenv.errors import SpecError
 
-__all__ = ["Registered", "install", "pack"]
-
 _ATOMS = (str, int, float, bool, bytes, type(None))
 
 

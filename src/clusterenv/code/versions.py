@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 import cloudpickle  # noqa: F401  both are imported anyway, and may have no metadata where they come from PYTHONPATH
 import numpy  # noqa: F401
 
-__all__ = ["FOR_PICKLES", "differences", "installed"]
-
 FOR_PICKLES = ("cloudpickle", "numpy")
 """What has to fit wherever code is pickled."""
 

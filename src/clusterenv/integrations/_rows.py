@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["row_of", "rows_of"]
-
 
 def rows_of(infos: dict[str, Any], num_envs: int) -> list[dict[str, Any]]:
     """One dict per environment, with the keys that its mask says it reported.

@@ -62,8 +62,6 @@ from clusterenv.wire.messages import (
     Withdrawn,
 )
 
-__all__ = ["FAILED", "NEVER", "Agent"]
-
 FAILED = 1
 """Exit code: the head ended by an exception, or is gone for longer than the lease."""
 

@@ -7,8 +7,6 @@ import socket
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-__all__ = ["Unreachable", "resolve"]
-
 _DIAL_S = 3.0
 
 

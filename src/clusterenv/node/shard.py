@@ -37,8 +37,6 @@ from clusterenv.wire.messages import (
 )
 from clusterenv.worker.setup import WorkerConfig
 
-__all__ = ["Shard"]
-
 _SPIN_S = 2e-3
 """How long a worker waits awake for its next request: a way to the head and back, and not much more."""
 

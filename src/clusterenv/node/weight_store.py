@@ -19,8 +19,6 @@ from clusterenv.executors.worker_processes import write_weights
 from clusterenv.policy.weights.packing import unpack
 from clusterenv.wire.messages import Chunk, Offer, Pull
 
-__all__ = ["WeightStore"]
-
 _MOST = 4 << 20
 """Bytes that may be on their way at once: other messages wait behind no more than these."""
 

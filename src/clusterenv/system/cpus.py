@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Mount", "cpu_limit", "cpu_quota", "mounts_of", "usable_cores", "whole_cores"]
-
 Read = Callable[[str], str | None]
 """The text of the file at a path, or None where there is none."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 
-__all__ = ["NEVER", "how_it_ended"]
-
 NEVER = 42
 """Exit code of a node agent: this will not work however often it is tried."""
 

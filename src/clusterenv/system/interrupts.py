@@ -23,17 +23,6 @@ from collections.abc import Callable, Generator
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar, overload
 
-__all__ = [
-    "STATE",
-    "checkpoint",
-    "environments_closed",
-    "environments_opened",
-    "interruptible",
-    "restore_handler",
-    "uninterrupted",
-    "uninterrupted_generator",
-]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

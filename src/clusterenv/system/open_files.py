@@ -10,8 +10,6 @@ import resource
 
 from clusterenv.errors import StartError
 
-__all__ = ["allow_open_files", "limit_to_set"]
-
 _SPARE = 64
 """Left for files that the user's own code opens."""
 

@@ -15,8 +15,6 @@ import signal
 import time
 from collections.abc import Collection
 
-__all__ = ["Orphans", "become_subreaper", "kill_group"]
-
 _PR_SET_CHILD_SUBREAPER = 36
 
 

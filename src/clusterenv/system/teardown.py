@@ -17,8 +17,6 @@ from collections.abc import Callable
 
 from clusterenv.system.interrupts import restore_handler
 
-__all__ = ["OwnThread", "Teardown", "current_exception"]
-
 
 class OwnThread(threading.Thread):
     """A thread that a run has started. A teardown may join it, so that it must never wait for a teardown."""

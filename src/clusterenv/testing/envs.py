@@ -11,8 +11,6 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-__all__ = ["KILL_NODE", "KILL_WORKER", "STEP", "Fragile"]
-
 STEP, KILL_WORKER, KILL_NODE = range(3)
 
 

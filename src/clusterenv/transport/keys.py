@@ -20,18 +20,6 @@ import zmq
 
 from clusterenv.errors import KeyFileError
 
-__all__ = [
-    "Joining",
-    "KeyPair",
-    "await_joining",
-    "close_joining",
-    "make_keys",
-    "private_folder",
-    "read_joining",
-    "read_joining_from",
-    "write_joining",
-]
-
 _LARGEST = 1 << 16
 """Bytes that a key file may have."""
 

@@ -21,8 +21,6 @@ from clusterenv.errors import StartError
 from clusterenv.system.interrupts import uninterrupted
 from clusterenv.transport.keys import KeyPair
 
-__all__ = ["Arrived", "HeadSocket", "Link", "NodeSocket"]
-
 _ZAP = "inproc://zeromq.zap.01"
 
 _ACKED, _BUSY_US, _TCP_INFO = 120, 168, 176

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 from clusterenv.errors import SpecError, StartError
 
-__all__ = ["Advertised", "choose", "dialled", "listening_address", "parse_advertise", "parse_if_inet6", "parse_port"]
-
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
 _IFF_UP = 1
 _UNUSABLE = 0x08 | 0x40

@@ -15,8 +15,6 @@ from clusterenv.backends.launch.note import Note
 from clusterenv.errors import ClusterEnvError, StartError
 from clusterenv.transport.keys import Joining, KeyPair, close_joining, private_folder, write_joining
 
-__all__ = ["RunFolder", "key_file", "run_path"]
-
 
 def run_path(place: str | os.PathLike[str] | None, run: str) -> Path:
     """Return the folder of this run; `place`: where such folders are made, None: the temporary directory."""

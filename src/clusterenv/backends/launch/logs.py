@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["read_tail"]
-
 
 def read_tail(path: Path, size: int = 4000) -> str:
     """Return the last `size` bytes of a log as text; a log that is empty or not there is said to be so."""

@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["NAME", "Life", "Note", "life", "now_there"]
-
 NAME = "head.json"
 
 _BEAT_S = 15.0

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 
 from clusterenv.errors import StartError
 
-__all__ = ["NoAnswer", "ask"]
-
 _LOOK_S = 0.1
 """How soon it is noticed that nobody waits for the answer any more."""
 

@@ -19,8 +19,6 @@ from clusterenv.errors import StartError
 from clusterenv.events import Event, EventLog, emit
 from clusterenv.system.teardown import OwnThread
 
-__all__ = ["Supervisor"]
-
 _LOOK_S = 0.5
 _AGAIN_S = 2.0
 """How soon a start that failed is tried again."""
