@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from clusterenv.arguments import closest, fits, refused
 from clusterenv.backends import registry
+from clusterenv.system.exits import NEVER, how_it_ended
 
 if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode
@@ -40,6 +41,7 @@ __all__ = [
     "ScheduledJobs",
     "agent_command",
     "check_backend",
+    "ended",
 ]
 
 _LEASE_S = 60.0
@@ -123,6 +125,11 @@ class Hopeless(str):
     """The reason why a job is over (`ScheduledJobs.look`), if starting it again would not help."""
 
     __slots__ = ()
+
+
+def ended(code: int) -> str:
+    """Return the reason for `ScheduledJobs.look` of an agent that ended with this exit code."""
+    return (Hopeless if code == NEVER else str)(f"ended: {how_it_ended(code)}")
 
 
 @runtime_checkable

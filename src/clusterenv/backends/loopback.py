@@ -1,4 +1,4 @@
-"""`Loopback`: node agents as processes of this machine, over TCP: the path of a cluster without a cluster."""
+"""`Loopback`: node agents as processes of this machine, over TCP: to try the network path without a cluster."""
 
 from __future__ import annotations
 
@@ -9,32 +9,22 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from clusterenv.backends.contract import Hopeless
+from clusterenv.backends.contract import Plan, ended
 from clusterenv.backends.launch.logs import read_tail
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError
 from clusterenv.system.cpus import usable_cores
-from clusterenv.system.exits import NEVER, how_it_ended
-
-if TYPE_CHECKING:
-    from gymnasium.vector import AutoresetMode
-
-    from clusterenv.backends.contract import Plan
-    from clusterenv.driver import Driver
-    from clusterenv.events import EventLog
-    from clusterenv.recovery import Recovery
-    from clusterenv.spec import Blueprint
 
 
 @dataclass(frozen=True)
 class Loopback(Remote):
-    """Nodes as processes of this machine, which are spoken to over TCP as those of a cluster are: to try that path.
+    """Nodes as processes of this machine, connected over TCP as those of a cluster are: to try that path.
 
     Args:
-        nodes: how many.
-        others: as in `Remote`, which see; here more workers than CPUs are allowed.
+        nodes: number of node processes.
+        others: as in `Remote`; here more workers than CPUs are allowed.
 
     Example:
         >>> import clusterenv as ce
@@ -75,11 +65,7 @@ class AgentProcesses:
 
     def look(self) -> dict[int, str]:
         codes = {node: agent.poll() for node, agent in self._agents.items()}
-        return {
-            node: (Hopeless if code == NEVER else str)(f"ended: {how_it_ended(code)}")
-            for node, code in codes.items()
-            if code is not None
-        }
+        return {node: ended(code) for node, code in codes.items() if code is not None}
 
     def state(self, node: int) -> str:
         agent = self._agents.get(node)
@@ -110,11 +96,10 @@ class AgentProcesses:
 
 @dataclass(frozen=True)
 class _AsManyAsFit(Loopback):
-    """As many workers as this process may use CPUs and there are environments, shared by the nodes."""
+    """One worker per CPU that this process may use, at most one per environment, spread over the nodes."""
 
-    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Driver:
-        each = max(1, min(usable_cores(), blueprint.num_envs) // self.nodes)
-        return Loopback.start(replace(self, workers_per_node=each), blueprint, mode, recovery, events)
+    def resolved(self, num_envs: int) -> Remote:
+        return replace(self, workers_per_node=max(1, min(usable_cores(), num_envs) // self.nodes))
 
 
 def from_local(options: Mapping[str, Any]) -> Loopback:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from clusterenv.backends.contract import Plan
 from clusterenv.backends.remote import Remote
 from clusterenv.events import instruct
-
-if TYPE_CHECKING:
-    from clusterenv.backends.contract import Plan
 
 
 @dataclass(frozen=True)
@@ -17,8 +14,8 @@ class Manual(Remote):
     """Prints one command per machine, and waits until all have joined.
 
     Args:
-        nodes: how many machines.
-        others: as in `Remote`, which see.
+        nodes: number of machines.
+        others: as in `Remote`.
     """
 
     def launch(self, plan: Plan) -> _ByHand:
