@@ -76,28 +76,12 @@ class ClosedError(UsageError, ClosedEnvironmentError):
     """The environments were closed."""
 
 
-class PendingCallError(UsageError, AlreadyPendingCallError):
-    """A call came while another one is pending.
-
-    Attributes:
-        name: the pending one: "step" (from `send`), "rollout" or "stream".
-    """
-
-    def __init__(self, message: str, name: str) -> None:
-        UsageError.__init__(self, message)
-        self.name = name
+class PendingCallError(AlreadyPendingCallError, UsageError):
+    """A call came while another one is pending: `name` is "step" (from `send`), "rollout" or "stream"."""
 
 
-class NoPendingCallError(UsageError, NoAsyncCallError):
-    """Rows were asked for, and none are in flight.
-
-    Attributes:
-        name: the call that would have to be pending: "step".
-    """
-
-    def __init__(self, message: str, name: str) -> None:
-        UsageError.__init__(self, message)
-        self.name = name
+class NoPendingCallError(NoAsyncCallError, UsageError):
+    """Rows were asked for, and none are in flight: `name` is the call that would have to be pending, "step"."""
 
 
 class EnvError(ClusterEnvError, RuntimeError):

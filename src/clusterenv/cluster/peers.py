@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from clusterenv.cluster.checks import mismatch
+import gymnasium
+
+from clusterenv._version import __version__
 from clusterenv.cluster.flow import Flow
-from clusterenv.code.versions import FOR_PICKLES
+from clusterenv.code import versions
 from clusterenv.transport.sockets import Link
 from clusterenv.wire.frames import Reader, head_reader
-from clusterenv.wire.messages import FromNode, Hello
+from clusterenv.wire.messages import PROTOCOL, FromNode, Hello
 
 _LONGEST_REASON = 2000
 """Characters of what a node says that are shown."""
@@ -34,12 +37,12 @@ class Admission:
     def __init__(self, cores: int, sends_pickle: bool) -> None:
         self._cores = cores
         self._sends_pickle = sends_pickle
-        self._packages = set(FOR_PICKLES if sends_pickle else ())
+        self._packages = set(versions.FOR_PICKLES if sends_pickle else ())
         self._hellos: dict[int, Hello] = {}  # of the nodes that were let in
 
     def check(self, hello: Hello) -> str | None:
         """Return why this node is refused."""
-        return mismatch(hello, self._cores, self._sends_pickle, self._packages)
+        return _mismatch(hello, self._cores, self._sends_pickle, self._packages)
 
     def admitted(self, node: int, hello: Hello) -> None:
         self._hellos[node] = hello
@@ -48,10 +51,33 @@ class Admission:
         """From now on nodes need these packages too; returns which of these nodes does not fit, and why."""
         self._packages.update(names)
         for node in nodes:
-            wrong = mismatch(self._hellos[node], self._cores, self._sends_pickle, names)
+            wrong = _mismatch(self._hellos[node], self._cores, self._sends_pickle, names)
             if wrong is not None:
                 return f"node {node} ({self._hellos[node].host}): {wrong}"
         return None
+
+
+def _mismatch(hello: Hello, cores: int, sends_pickle: bool, packages: Iterable[str]) -> str | None:
+    """Return why a node does not fit a run that needs so many cores of it, and these packages in matching versions."""
+    pairs = [
+        ("protocol", str(hello.protocol), str(PROTOCOL)),
+        ("clusterenv", hello.clusterenv, __version__),
+        ("Python", hello.python, ".".join(map(str, sys.version_info[:2]))),
+        ("Gymnasium", hello.gymnasium, gymnasium.__version__),
+    ]
+    wrong = [f"{name} {theirs} there, {ours} here" for name, theirs, ours in pairs if theirs != ours]
+    if hello.protocol == PROTOCOL:
+        wrong += versions.differences(hello.versions, versions.installed(), packages, sends_pickle)
+    if wrong:
+        return f"versions differ: {'; '.join(wrong)}. Install the same on both sides"
+    if sends_pickle and not hello.allow_pickle:
+        return f"{hello.host} takes no pickled code: say allow_pickle=False here, or start it without --no-pickle"
+    if hello.cores < cores:
+        return (
+            f"{hello.host} may use {hello.cores} CPUs (by affinity and control group quotas) for {cores} workers: "
+            "ask for fewer workers_per_node or more CPUs, or say oversubscribe=True"
+        )
+    return None
 
 
 class Traffic:

@@ -36,24 +36,8 @@ from clusterenv.system.cpus import usable_cores
 from clusterenv.system.exits import NEVER
 from clusterenv.transport.keys import Joining, KeyPair
 from clusterenv.transport.sockets import NodeSocket
+from clusterenv.wire import messages
 from clusterenv.wire.frames import CHUNK, PIECE_LEAST, node_reader, to_wire
-from clusterenv.wire.messages import (
-    PROTOCOL,
-    AssignShard,
-    Beat,
-    Bye,
-    Chunk,
-    Code,
-    Failed,
-    Hello,
-    Lacks,
-    Leave,
-    Offer,
-    Output,
-    Refused,
-    Welcome,
-    Withdrawn,
-)
 
 FAILED = 1
 """Exit code: the head ended by an exception, or was gone for longer than the lease."""
@@ -71,7 +55,7 @@ _SILENT = "the head does not answer"
 class _AwaitsCode(NamedTuple):
     """A shard that cannot start before the head has sent the packages that this node lacks."""
 
-    host: AssignShard
+    host: messages.AssignShard
     payload: bytes
     folders: dict[str, str]
     messages: list[tuple[Any, list[Any]]]  # for the shard, received meanwhile
@@ -196,8 +180,8 @@ class Agent:
         self._reader = node_reader()
         self._asked_at = time.monotonic()
         self._is_welcome = self._is_refused = False
-        hello = Hello(
-            PROTOCOL,
+        hello = messages.Hello(
+            messages.PROTOCOL,
             __version__,
             ".".join(map(str, sys.version_info[:2])),
             gymnasium.__version__,
@@ -220,7 +204,7 @@ class Agent:
             self._socket = None
 
     def _say(self, message: Any, payload: Sequence[Any] = ()) -> None:
-        if isinstance(message, Output) and not self._output.passes(message, time.monotonic()):
+        if isinstance(message, messages.Output) and not self._output.passes(message, time.monotonic()):
             return
         if self._socket is not None:
             is_large = sum(map(len, payload)) > PIECE_LEAST
@@ -238,7 +222,7 @@ class Agent:
         now = time.monotonic()
         if self._is_welcome and now >= self._next_beat:
             self._next_beat = now + self._beat_s
-            self._say(Beat(tuple(entry for shard in self._shards.values() for entry in shard.progress())))
+            self._say(messages.Beat(tuple(entry for shard in self._shards.values() for entry in shard.progress())))
         if not self._is_welcome and now - self._asked_at > _ANSWER_S:
             return _SILENT
         if self._leaving is not None and self._has_left(now):
@@ -266,12 +250,12 @@ class Agent:
         return socket.ended(ready)
 
     def _handle(self, session: int, message: Any, frames: list[Any]) -> None:
-        if isinstance(message, Welcome):
+        if isinstance(message, messages.Welcome):
             self._session, self._is_welcome = message.session, True
             self._beat_s, self._lease_s = message.beat_s, message.lease_s
             emit(logging.INFO, f"joined the run at {self._joining.address} as node {self._joining.node}")
             return
-        if isinstance(message, Refused):
+        if isinstance(message, messages.Refused):
             emit(logging.ERROR, f"the head refuses this node: {message.reason}")
             if message.final:
                 self._exit = NEVER
@@ -279,43 +263,43 @@ class Agent:
             return
         if session != self._session:
             return  # of a session that is over
-        if isinstance(message, Leave):
+        if isinstance(message, messages.Leave):
             if message.shard < 0:
                 emit(logging.ERROR if message.failed else logging.INFO, message.reason)
                 self._exit = FAILED if message.failed else 0
             else:
                 self._drop(message.shard, 1.0)
-        elif isinstance(message, AssignShard):
+        elif isinstance(message, messages.AssignShard):
             self._host(message, bytes(frames[0]))
-        elif isinstance(message, Code):
+        elif isinstance(message, messages.Code):
             self._code_came(message.shard, bytes(frames[0]))
-        elif isinstance(message, (Offer, Chunk, Withdrawn)):
+        elif isinstance(message, (messages.Offer, messages.Chunk, messages.Withdrawn)):
             self._weight_message(message, frames)
         elif message.shard in self._awaiting:
             self._awaiting[message.shard].messages.append((message, frames))
         elif message.shard in self._shards:
             self._shards[message.shard].handle(message, frames)
 
-    def _weight_message(self, message: Offer | Chunk | Withdrawn, frames: list[Any]) -> None:
+    def _weight_message(self, message: Any, frames: list[Any]) -> None:
         now = time.monotonic()
-        if isinstance(message, Chunk):
+        if isinstance(message, messages.Chunk):
             self._weights.chunk(message, frames[0], now)
-        elif isinstance(message, Offer):
+        elif isinstance(message, messages.Offer):
             self._weights.offer(message, now)
         else:
             self._weights.withdrawn(message.weights, now)
         for shard in self._shards.values():
             shard.go_on()
 
-    def _host(self, host: AssignShard, payload: bytes) -> None:
+    def _host(self, host: messages.AssignShard, payload: bytes) -> None:
         if not self._allow_pickle and (host.packages or not host.is_named):
-            self._say(Failed(host.shard, "this node takes no pickled code (--no-pickle)"))
+            self._say(messages.Failed(host.shard, "this node takes no pickled code (--no-pickle)"))
             return
         self._drop(host.shard, 0.0)
         folders, lacking = compare(host.packages)
         if lacking:
             self._awaiting[host.shard] = _AwaitsCode(host, payload, folders, [])
-            self._say(Lacks(host.shard, lacking))
+            self._say(messages.Lacks(host.shard, lacking))
         else:
             self._start_shard(host, payload, Delivered(folders, b""))
 
@@ -328,11 +312,11 @@ class Agent:
             if number in self._shards:
                 self._shards[number].handle(message, frames)
 
-    def _start_shard(self, host: AssignShard, payload: bytes, delivered: Delivered) -> None:
+    def _start_shard(self, host: messages.AssignShard, payload: bytes, delivered: Delivered) -> None:
         try:
             shard = self._shards[host.shard] = Shard(host, payload, delivered, self._say, self._weights)
         except StartError as error:
-            self._say(Failed(host.shard, str(error), is_code=False))
+            self._say(messages.Failed(host.shard, str(error), is_code=False))
             return
         self._poller.register(shard.fileno(), zmq.POLLIN)
         slots = [slot for _, its in host.workers for slot in its]
@@ -357,7 +341,7 @@ class Agent:
         is_busy = any(shard.is_busy for shard in self._shards.values())
         if not self._has_said_bye and (not is_busy or since > self._grace_s * (1 - _TO_SEND)):
             self._has_said_bye = True
-            self._say(Bye("preempted"))
+            self._say(messages.Bye("preempted"))
         return not self._is_welcome or since > self._grace_s - _LINGER_S
 
     def _drop(self, number: int, timeout_s: float) -> None:

@@ -23,23 +23,8 @@ from clusterenv.memory.transfer import Block, read_fragment, read_rows, write_in
 from clusterenv.node.weight_store import WeightStore
 from clusterenv.spec import Blueprint, Delivered
 from clusterenv.system.cpus import cpu_limit
+from clusterenv.wire import messages
 from clusterenv.wire.channel import Brings, Raw
-from clusterenv.wire.messages import (
-    Answer,
-    AssignShard,
-    Exited,
-    Failed,
-    Fragments,
-    Kill,
-    Output,
-    Rows,
-    StackTrace,
-    Start,
-    StepAll,
-    SteppedAll,
-    ToWorker,
-    TraceStack,
-)
 from clusterenv.worker.setup import WorkerConfig
 
 _SPIN_S = 2e-3
@@ -50,7 +35,7 @@ Send = Callable[[Any, Sequence[Any]], None]
 
 class Shard:
     def __init__(
-        self, host: AssignShard, payload: bytes, delivered: Delivered, send: Send, weights: WeightStore
+        self, host: messages.AssignShard, payload: bytes, delivered: Delivered, send: Send, weights: WeightStore
     ) -> None:
         self.number = host.shard
         self._send = send
@@ -74,7 +59,7 @@ class Shard:
         self._busy: dict[int, set[int]] = {worker: set() for worker in self._global}  # requests with rows, not answered
         self._stepping: dict[int, Any] = {}  # worker → None, or its answer to the common step
         self._step_request = -1
-        self._waiting: deque[tuple[ToWorker | StepAll, list[Any]]] = deque()  # for weights that are still to come
+        self._waiting: deque[tuple[Any, list[Any]]] = deque()  # ToWorker, StepAll; for weights that are still to come
         self._buffers: Buffers | None = None
         self._block: Block | None = None
         self._arena: Arena | None = None
@@ -89,25 +74,25 @@ class Shard:
     # -- from the head ----------------------------------------------------------------------------------------
 
     def handle(self, message: Any, frames: list[Any]) -> None:
-        if isinstance(message, StepAll):
+        if isinstance(message, messages.StepAll):
             self._waiting.append((message, frames))
             self.go_on()
-        elif isinstance(message, ToWorker):
+        elif isinstance(message, messages.ToWorker):
             # Not to one that has ended before the head knew: its replacement gets requests of its own.
             if self._executor.is_running(self._local[message.worker]):
                 self._waiting.append((message, frames))
                 self.go_on()
-        elif isinstance(message, Start):
+        elif isinstance(message, messages.Start):
             self._executor.start(self._local[message.worker])
-        elif isinstance(message, Kill):
+        elif isinstance(message, messages.Kill):
             self._executor.kill(self._local[message.worker])
-        elif isinstance(message, TraceStack):
+        elif isinstance(message, messages.TraceStack):
             self._executor.stack(self._local[message.worker])
-        elif isinstance(message, Rows):
+        elif isinstance(message, messages.Rows):
             layout = msgspec.msgpack.decode(frames[0], type=Layout)
             self._buffers = Buffers(layout, self._executor.allocate(layout))
             self._block = Block(self._buffers, [slot for worker in self._global for slot in self._slots[worker]])
-        elif isinstance(message, Fragments):
+        elif isinstance(message, messages.Fragments):
             arena = msgspec.msgpack.decode(frames[0], type=ArenaLayout)
             self._arena = Arena(arena, self._executor.allocate_arena(arena))
 
@@ -115,22 +100,22 @@ class Shard:
         """Forward requests in the order in which they came: one that needs weights still to come holds up the rest."""
         while self._waiting:
             message, frames = self._waiting[0]
-            if isinstance(message, ToWorker) and message.weights and self._weights.awaits(message.weights):
+            if isinstance(message, messages.ToWorker) and message.weights and self._weights.awaits(message.weights):
                 return
             self._waiting.popleft()
-            if isinstance(message, ToWorker):
+            if isinstance(message, messages.ToWorker):
                 self._forward(message, frames)
             else:
                 self._step_all(message, frames)
 
-    def _forward(self, message: ToWorker, frames: list[Any]) -> None:
+    def _forward(self, message: messages.ToWorker, frames: list[Any]) -> None:
         if message.slots:
             assert self._buffers is not None
             write_inputs(self._buffers, message.slots, message.actions, frames[1])
             self._busy[message.worker].add(message.request)
         self._executor.forward(self._local[message.worker], bytes(frames[0]))
 
-    def _step_all(self, step: StepAll, frames: list[Any]) -> None:
+    def _step_all(self, step: messages.StepAll, frames: list[Any]) -> None:
         assert self._block is not None
         self._block.write_inputs(frames[0])
         self._step_request = step.request
@@ -146,22 +131,21 @@ class Shard:
         try:
             events = self._executor.poll(0.0)
         except ClusterEnvError as error:
-            self._send(Failed(self.number, str(error)), ())
+            self._send(messages.Failed(self.number, str(error)), ())
             return
         for local, message in events:
             worker = self._global[local]
             if isinstance(message, Exit):
                 self._flush_step()
                 self._busy[worker].clear()
-                self._waiting = deque(
-                    entry for entry in self._waiting if not isinstance(entry[0], ToWorker) or entry[0].worker != worker
-                )
+                # A StepAll is for all workers.
+                self._waiting = deque(item for item in self._waiting if getattr(item[0], "worker", None) != worker)
                 self.go_on()
-                self._send(Exited(self.number, worker, message.reason, message.tail), ())
+                self._send(messages.Exited(self.number, worker, message.reason, message.tail), ())
             elif isinstance(message, Stack):
-                self._send(StackTrace(self.number, worker, message.text), ())
+                self._send(messages.StackTrace(self.number, worker, message.text), ())
             elif isinstance(message, Printed):
-                self._send(Output(self.number, worker, message.text, message.dropped), ())
+                self._send(messages.Output(self.number, worker, message.text, message.dropped), ())
             else:
                 self._heard(worker, message)
 
@@ -187,7 +171,7 @@ class Shard:
             assert self._arena is not None
             columns = slice(self._slots[worker][0], self._slots[worker][-1] + 1)
             frames += read_fragment(self._arena.sides[message.side], columns, message.num_steps)
-        self._send(Answer(self.number, worker, message.request, message.last, message.slots), frames)
+        self._send(messages.Answer(self.number, worker, message.request, message.last, message.slots), frames)
 
     def _send_stepped(self) -> None:
         assert self._block is not None
@@ -195,7 +179,7 @@ class Shard:
         self._stepping = {}
         rows = self._block.read_rows()
         bodies = [answer.body for answer in answers.values()]
-        self._send(SteppedAll(self.number, self._step_request, tuple(answers)), [rows, *bodies])
+        self._send(messages.SteppedAll(self.number, self._step_request, tuple(answers)), [rows, *bodies])
 
     def _flush_step(self) -> None:
         """Answer a common step worker by worker, as one of them has ended."""
