@@ -1,4 +1,4 @@
-"""What the head is given by a backend: its times, and who has nodes started."""
+"""What a backend passes to the head: its times, and a supervisor that starts nodes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Timing(NamedTuple):
 
 
 class Supervisor(Protocol):
-    """Who has nodes started and let go. Nothing here may wait."""
+    """Starts nodes and lets them go. No method may block."""
 
     over: dict[int, str]
-    """Nodes whose agent is known to be over, and why."""
+    """Nodes whose agent has ended, and why."""
 
     def want(self, node: int) -> None: ...
 

@@ -1,7 +1,7 @@
 """The thread that reads the head's socket while the caller's thread does something else.
 
-One of the two reads at a time. The caller's thread has precedence: it takes the lock by `with listener`, which wakes
-the other one. What fails in the listening thread is raised by the caller's next `with`.
+The two take turns by a lock. The caller's thread has precedence: `with listener` wakes the other one and takes the
+lock. An error in the listening thread is raised by the caller's next `with`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from clusterenv.errors import ClusterEnvError
 from clusterenv.system.teardown import OwnThread
 
 _AWAY_S = 0.02
-"""The caller's thread has not come for so long: the other one listens."""
+"""After the caller's thread was away for so long, the other one listens."""
 
 _TURN_S = 0.25
 _JOIN_S = 2.0
@@ -26,12 +26,12 @@ _JOIN_S = 2.0
 class Listener:
     """
     Args:
-        read: wait for so many seconds until something has come, and handle it; called with the lock held.
+        read: waits at most so many seconds for messages, and handles them; called with the lock held.
     """
 
     def __init__(self, read: Callable[[float], None]) -> None:
         self._read = read
-        # Reentrant: Ctrl-C may strike between taking it and the body of the `with`, and the next call must get in.
+        # Reentrant: after a Ctrl-C between taking it and the body of the `with`, the next call must not block.
         self._lock = threading.RLock()
         self._is_awaited = False  # by the caller's thread
         self._used_at = time.monotonic()
@@ -83,7 +83,7 @@ class Listener:
                 self._failure = error
 
     def stop(self) -> None:
-        """End the thread; from then on the socket is the caller's alone. Idempotent, and callable in any thread."""
+        """End the thread; from then on only the caller uses the socket. Idempotent, callable in any thread."""
         self._quit.set()
         if self.wake >= 0:
             os.eventfd_write(self.wake, 1)
@@ -94,7 +94,7 @@ class Listener:
             self._lock.release()
 
     def close(self) -> None:
-        """Give back the descriptor, after `stop`."""
+        """Close the descriptor, after `stop`."""
         wake, self.wake = self.wake, -1
         if wake >= 0:
             os.close(wake)

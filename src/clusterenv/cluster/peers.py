@@ -1,4 +1,4 @@
-"""The connections of nodes: what a node must have to be let in, and how much went back and forth."""
+"""The connections of nodes: what a node must have to join, and how much was sent and received."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clusterenv.wire.frames import Reader, head_reader
 from clusterenv.wire.messages import PROTOCOL, FromNode, Hello
 
 _LONGEST_REASON = 2000
-"""Characters of what a node says that are shown."""
+"""The most characters of a node's text that are shown."""
 
 
 class Peer:
@@ -28,17 +28,17 @@ class Peer:
         self.reader: Reader[FromNode] = head_reader()
         self.node = -1
         self.was_told = False  # that its session is over
-        self.flow = Flow()  # of what it says unasked
+        self.flow = Flow()  # of messages that answer no request
 
 
 class Admission:
-    """What a node must have: so many cores, and packages in versions that fit those here."""
+    """What a node must have to join: so many cores, and packages in versions that match those here."""
 
     def __init__(self, cores: int, sends_pickle: bool) -> None:
         self._cores = cores
         self._sends_pickle = sends_pickle
         self._packages = set(versions.FOR_PICKLES if sends_pickle else ())
-        self._hellos: dict[int, Hello] = {}  # of the nodes that were let in
+        self._hellos: dict[int, Hello] = {}  # of the nodes that have joined
 
     def check(self, hello: Hello) -> str | None:
         """Return why this node is refused."""
@@ -48,7 +48,7 @@ class Admission:
         self._hellos[node] = hello
 
     def need(self, names: Sequence[str], nodes: Sequence[int]) -> str | None:
-        """From now on nodes need these packages too; returns which of these nodes does not fit, and why."""
+        """Require these packages from now on; returns which of these nodes does not have them, and why."""
         self._packages.update(names)
         for node in nodes:
             wrong = _mismatch(self._hellos[node], self._cores, self._sends_pickle, names)

@@ -1,7 +1,7 @@
-"""Gymnasium's registry of this process, for processes that make environments by id.
+"""Copy Gymnasium's registry to processes that make environments by id.
 
-A worker has imported Gymnasium, but nothing that the script registered by itself or by importing a package. What is
-registered here is sent along with the environments' code (`pack`), and put into the registry there (`install`).
+A worker has imported Gymnasium, but does not have what the script or a package that it imported has registered. That is
+sent with the environments' code (`pack`), and registered there (`install`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ _ATOMS = (str, int, float, bool, bytes, type(None))
 
 class Registered(NamedTuple):
     plain: bytes
-    """A pickled list of the specs that hold nothing but plain data: nearly all, and they cannot fail to arrive. Those
-    of Gymnasium itself make it large, so it is compressed."""
+    """A pickled list of the specs of plain data, nearly all, compressed: those of Gymnasium itself make it large."""
     others: dict[str, bytes | str]
-    """Each pickled by itself, by id: one that fails must not take the others along. Text: why it could not be."""
+    """By id, each pickled by itself, as it may fail; text: why it could not be pickled."""
 
 
 def pack(dumps: Callable[[Any], bytes]) -> Registered:
@@ -44,7 +43,7 @@ def pack(dumps: Callable[[Any], bytes]) -> Registered:
 
 
 def install(registered: Registered) -> None:
-    """Register here what is registered there; what could not travel says so when it is made."""
+    """Register these specs here. One that could not be sent raises an error when it is made."""
     changed = False
     for spec in pickle.loads(zlib.decompress(registered.plain)):
         if registry.get(spec.id) != spec:
@@ -54,7 +53,7 @@ def install(registered: Registered) -> None:
         registry[name] = _load(name, data)
         changed = True
     if changed:
-        # A package that registers by being imported does so once more here, and Gymnasium would warn of each id.
+        # A package that is imported here registers its ids again, and Gymnasium would warn of each.
         warnings.filterwarnings("ignore", message=".*Overriding environment .* already in registry")
 
 
@@ -70,7 +69,7 @@ def _load(name: str, data: bytes | str) -> EnvSpec:
 
 
 class _Missing:
-    """The entry point of an id whose own did not arrive."""
+    """The entry point of an id whose own could not be sent or loaded."""
 
     def __init__(self, name: str, reason: str) -> None:
         self._name = name

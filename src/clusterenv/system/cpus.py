@@ -1,6 +1,6 @@
 """How many CPUs this process may use: its affinity, bounded by the CPU quotas of its control groups (v1 and v2).
 
-Pods and batch jobs often limit CPUs by a quota alone: the affinity of a pod with 4 CPUs names all cores of its machine.
+Pods and batch jobs often limit CPUs by a quota alone: the affinity of a pod with 4 CPUs has all cores of its machine.
 """
 
 from __future__ import annotations

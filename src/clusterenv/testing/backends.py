@@ -30,8 +30,9 @@ from clusterenv.backends import registry
 from clusterenv.backends.cluster import example_plan
 from clusterenv.backends.contract import ClusterBackend, CollectsGarbage, PrintsScript
 from clusterenv.backends.gc import remove
+from clusterenv.backends.launch.note import machine
 from clusterenv.backends.remote import Remote
-from clusterenv.testing.envs import KILL_NODE, KILL_WORKER, STEP, Fragile, where
+from clusterenv.testing.envs import KILL_NODE, KILL_WORKER, STEP, Fragile
 
 __all__ = ["BackendContract"]
 
@@ -103,7 +104,7 @@ class BackendContract:
 
     def _await_nothing(self, folder: Path, places: Sequence[dict[str, Any]] = ()) -> None:
         """Await the end of these processes; of run folders and of the scheduler's jobs nothing may be left then."""
-        here = {place[name] for place in places for name in ("worker", "agent") if place["where"] == where()}
+        here = {place[name] for place in places for name in ("worker", "agent") if place["where"] == machine()}
         _await(lambda: not [pid for pid in here if _is_running(pid)], f"of the processes {here} some are still running")
         _await(lambda: not self.left_behind(), "the scheduler still has jobs", lambda: self.left_behind())
         assert not list(folder.glob("clusterenv-*")), "the folder of the run is still there"

@@ -29,13 +29,13 @@ class RunFolder:
     """
     Args:
         place: where to make the folder; None: the temporary directory.
-        lease_s: how long nodes go on without the head; written into the note.
+        lease_s: for the note.
         any_owner: the file system may show another owner than this user for it.
     """
 
     def __init__(self, place: str | os.PathLike[str] | None, lease_s: float, any_owner: bool) -> None:
         self.run = secrets.token_hex(4)
-        # A folder of the run's own, also below one that the user names: it is removed at the end.
+        # The run has its own folder, also below one that the user names: it is removed at the end.
         self.path = run_path(place, self.run)
         with self.writing():
             private_folder(self.path, any_owner)
@@ -61,7 +61,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Within it, an `OSError` (a disk that is full, or read-only) becomes a `StartError` that says where."""
+        """Turn an `OSError` (of a full or read-only disk) into a `StartError` that says where."""
         try:
             yield
         except ClusterEnvError:
@@ -73,7 +73,7 @@ class RunFolder:
             ) from error
 
     def end(self, left: str) -> bool:
-        """Remove it; but where something else of the run is left, only the secrets: `clusterenv gc` needs the note.
+        """Remove the folder or, where jobs of the run are left, only its secrets: `clusterenv gc` needs the note.
 
         Returns whether this was the first time.
         """

@@ -1,4 +1,4 @@
-"""Reads the ends of logs that node agents write."""
+"""Read the last lines of a node agent's log."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def read_tail(path: Path, size: int = 4000) -> str:
-    """Return the last `size` bytes of a log as text; a log that is empty or not there is said to be so."""
+    """Return the last `size` bytes of a log as text, or a text for a log that is empty or missing."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
