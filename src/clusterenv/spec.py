@@ -43,8 +43,7 @@ class Delivered(NamedTuple):
     """The user's own packages on a node, without those that Python finds there by itself."""
 
     folders: dict[str, str]
-    archive: bytes
-    """Of those that the head had to send."""
+    archive: bytes  # of those that the head had to send
 
 
 ObservationMode = Literal["same", "different"] | tuple[Space[Any], Space[Any]]
@@ -56,22 +55,18 @@ class Blueprint:
     """How to build every slot's environment, ready to travel."""
 
     num_envs: int
-    payload: bytes
-    """A pickled `_Payload`; or JSON (`is_named`)."""
+    payload: bytes  # a pickled `_Payload`; or JSON (`is_named`)
     is_vector: bool
     spec: EnvSpec | None
-    is_named: bool = False
-    """The payload is an id and keyword arguments, for nodes that take no code."""
+    is_named: bool = False  # the payload is an id and keyword arguments, for nodes that take no code
     packages: tuple[sources.Package, ...] = ()
     """The user's own packages that the payload names, for nodes that may not have them."""
-    delivered: Delivered | None = None
-    """On a node: those of them that it had to be told of or to be sent."""
+    delivered: Delivered | None = None  # on a node: those of them that it had to be told of or to be sent
     observation_mode: ObservationMode = "same"
 
 
 class _Payload(NamedTuple):
-    makers: bytes
-    """cloudpickle of one maker for all slots, a list with one each, or a `Vector`."""
+    makers: bytes  # cloudpickle of one maker for all slots, a list with one each, or a `Vector`
     registered: registry.Registered
 
 

@@ -31,17 +31,13 @@ from clusterenv.system.teardown import Teardown
 from clusterenv.transport.keys import make_keys
 from clusterenv.worker.setup import WorkerConfig
 
-_QUIET_S = 2.0
-"""How long nodes are awaited before progress is logged."""
+_QUIET_S = 2.0  # how long nodes are awaited before progress is logged
 
-_CLEAN_UP_S = 8.0
-"""How long it may take to end the jobs of a run that could not be started."""
+_CLEAN_UP_S = 8.0  # how long it may take to end the jobs of a run that could not be started
 
-_TRIES = 3
-"""If a node ends so often before any node has joined, the start fails: they all would."""
+_TRIES = 3  # if a node ends so often before any node has joined, the start fails: they all would
 
-_OTHERS_S = 5.0
-"""How long to wait for further nodes once `min_nodes` have joined."""
+_OTHERS_S = 5.0  # how long to wait for further nodes once `min_nodes` have joined
 
 
 def start(

@@ -21,13 +21,11 @@ from clusterenv.backends import registry
 from clusterenv.backends.launch.note import NAME, life, now_there
 from clusterenv.errors import ClusterEnvError, SpecError, StartError
 
-_COLLECT_S = 60.0
-"""How long a backend may take to remove one run."""
+_COLLECT_S = 60.0  # how long a backend may take to remove one run
 
 
 class Removed(NamedTuple):
-    runs: int
-    """Runs without a head; removed unless it was a dry run."""
+    runs: int  # runs without a head; removed unless it was a dry run
     failures: int
 
 

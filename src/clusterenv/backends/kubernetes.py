@@ -23,8 +23,7 @@ from clusterenv.events import emit
 from clusterenv.system.exits import NEVER
 
 _KEY = "/var/run/clusterenv/node.key"
-_BEAT_S = 30.0
-"""How often the head marks the run object as alive."""
+_BEAT_S = 30.0  # how often the head marks the run object as alive
 
 _HOPELESS = {
     "CreateContainerConfigError",

@@ -21,13 +21,11 @@ SEEN = "clusterenv/seen"
 """Annotation of the run object: when the head was last alive."""
 
 LEASE = "clusterenv/lease-s"
-_SLACK_S = 180.0
-"""Added to the lease, for late marks and for clocks that differ."""
+_SLACK_S = 180.0  # added to the lease, for late marks and for clocks that differ
 
 _INSIDE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _GRACE_S = 5
-_GONE_S = 5.0
-"""How long deleted pods may take to be gone, before they are removed by force."""
+_GONE_S = 5.0  # how long deleted pods may take to be gone, before they are removed by force
 
 
 class Api:
@@ -36,8 +34,7 @@ class Api:
     def __init__(self, kubeconfig: str | None = None, context: str | None = None) -> None:
         self._kubeconfig, self._context = kubeconfig or os.environ.get("KUBECONFIG"), context
         self._core: Any = None
-        self.namespace = "default"
-        """Of the kubeconfig's context, or of the pod that this process is in."""
+        self.namespace = "default"  # of the kubeconfig's context, or of the pod that this process is in
         self.server = ""
         """The address of the API server; "" within a pod, where it is another one than outside."""
         self._connect()

@@ -25,8 +25,7 @@ from clusterenv.backends.remote import Remote
 from clusterenv.errors import StartError
 
 _STOP_S = 3.0
-_NAMESPACE = "clusterenv"
-"""The Ray namespace of the actors' names, for all runs."""
+_NAMESPACE = "clusterenv"  # the Ray namespace of the actors' names, for all runs
 
 
 @dataclass(frozen=True)

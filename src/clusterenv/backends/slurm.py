@@ -18,8 +18,7 @@ from clusterenv.backends.contract import Jobs, Plan
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError, StartError
 
-_SIGNAL_S = 60
-"""SLURM's default of `--signal=TERM` without a time."""
+_SIGNAL_S = 60  # SLURM's default of `--signal=TERM` without a time
 
 
 @dataclass(frozen=True)

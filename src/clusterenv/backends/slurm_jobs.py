@@ -44,15 +44,12 @@ _HOPELESS = {
 }
 """Reasons for which a job would wait for ever."""
 
-_ASK_S = 2.0
-"""How often SLURM is queried: its controller is shared by all users."""
+_ASK_S = 2.0  # how often SLURM is queried: its controller is shared by all users
 
 _COMMAND_S = 30.0
-_LAST_COMMAND_S = 3.0
-"""How long an `sbatch` or `scancel` may still take when the run is closed."""
+_LAST_COMMAND_S = 3.0  # how long an `sbatch` or `scancel` may still take when the run is closed
 
-_STEP_S = 2.0
-"""How long an `srun` may take to end its step before it is killed."""
+_STEP_S = 2.0  # how long an `srun` may take to end its step before it is killed
 
 
 class SlurmJobs:

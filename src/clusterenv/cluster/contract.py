@@ -15,8 +15,7 @@ class Timing(NamedTuple):
 class Supervisor(Protocol):
     """Starts nodes and lets them go. No method may block."""
 
-    over: dict[int, str]
-    """Nodes whose agent has ended, and why."""
+    over: dict[int, str]  # nodes whose agent has ended, and why
 
     def want(self, node: int) -> None: ...
 

@@ -18,8 +18,7 @@ from clusterenv.wire.messages import SteppedAll
 class Inbox:
     def __init__(self, shards: int) -> None:
         self._messages: deque[tuple[int, Any, list[Any]]] = deque()
-        self.open_bytes = [0] * shards
-        """Per shard: how many bytes the answers to its open requests may have."""
+        self.open_bytes = [0] * shards  # per shard: how many bytes the answers to its open requests may have
         self._late_bytes: dict[int, int] = {}
         # Two counters per shard instead of one: each is written by one thread only.
         self._put_bytes = [0] * shards

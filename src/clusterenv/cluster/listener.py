@@ -15,12 +15,10 @@ from collections.abc import Callable
 from clusterenv.errors import ClusterEnvError
 from clusterenv.system.teardown import OwnThread
 
-_AWAY_S = 0.02
-"""After the caller's thread was away for so long, the other one listens."""
+_AWAY_S = 0.02  # after the caller's thread was away for so long, the other one listens
 
 _TURN_S = 0.25
-_JOIN_S = 2.0
-"""How long `stop` waits for the thread, which may be in a log handler that hangs."""
+_JOIN_S = 2.0  # how long `stop` waits for the thread, which may be in a log handler that hangs
 
 
 class Listener:
@@ -37,8 +35,7 @@ class Listener:
         self._used_at = time.monotonic()
         self._quit = threading.Event()
         self._failure: BaseException | None = None
-        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Readable when `read` is to return."""
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable when `read` is to return
         self._thread = OwnThread(self._listen, "clusterenv-head")
 
     def start(self) -> None:

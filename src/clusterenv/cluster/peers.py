@@ -15,8 +15,7 @@ from clusterenv.transport.sockets import Link
 from clusterenv.wire.frames import Reader, head_reader
 from clusterenv.wire.messages import PROTOCOL, FromNode, Hello
 
-_LONGEST_REASON = 2000
-"""The most characters of a node's text that are shown."""
+_LONGEST_REASON = 2000  # the most characters of a node's text that are shown
 
 
 class Peer:

@@ -45,10 +45,8 @@ class ShardUnassigned(NamedTuple):
     shard: int
     node: int
     reason: str
-    is_there: bool
-    """The node is still active, and must be told."""
-    is_moved: bool = False
-    """Moved on purpose, not lost."""
+    is_there: bool  # the node is still active, and must be told
+    is_moved: bool = False  # moved on purpose, not lost
 
 
 class Replace(NamedTuple):
@@ -64,8 +62,7 @@ class Dismiss(NamedTuple):
     """Tell this node and the backend that it is not needed any more."""
 
     node: int
-    is_unfit: bool = False
-    """It cannot run the environments; otherwise, the run needs fewer nodes."""
+    is_unfit: bool = False  # it cannot run the environments; otherwise, the run needs fewer nodes
 
 
 Instruction = Admit | Refuse | ShardAssigned | ShardUnassigned | Replace | Dismiss

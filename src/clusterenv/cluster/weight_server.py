@@ -19,12 +19,10 @@ _ATTEMPTS = 3
 
 @dataclass
 class _Entry:
-    session: int
-    """Of the node that may pull them."""
+    session: int  # of the node that may pull them
     data: bytes
     is_packed: bool
-    given: int = 0
-    """Bytes in this attempt; the next range begins here."""
+    given: int = 0  # bytes in this attempt; the next range begins here
     attempts: int = 1
 
 

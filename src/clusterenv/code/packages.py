@@ -30,11 +30,9 @@ _EVERYWHERE = frozenset(
 )
 """Never sent: packages that a node has imported already, and the script, which is pickled by value."""
 
-_MAX_ENTRIES = 20_000
-"""The most directory entries of one package."""
+_MAX_ENTRIES = 20_000  # the most directory entries of one package
 
-_MAX_BYTES = 16 << 20
-"""The largest size of the Python files of one package."""
+_MAX_BYTES = 16 << 20  # the largest size of the Python files of one package
 
 _STDLIB = Path(os.__file__).resolve().parent
 
@@ -52,17 +50,14 @@ class Wanted(NamedTuple):
     """A package of the head."""
 
     name: str
-    fingerprint: str
-    """Of its Python files; empty if they are too many."""
-    folder: str
-    """Its place on the head."""
+    fingerprint: str  # of its Python files; empty if they are too many
+    folder: str  # its place on the head
 
 
 class File(NamedTuple):
     module: str
     is_package: bool
-    path: str
-    """Empty: a namespace package, which has no file."""
+    path: str  # empty: a namespace package, which has no file
     source: bytes
 
 
@@ -71,17 +66,14 @@ class Package(NamedTuple):
 
     wanted: Wanted
     files: tuple[File, ...]
-    unsendable: str
-    """Why its files cannot be sent; empty if they can."""
+    unsendable: str  # why its files cannot be sent; empty if they can
 
 
 class Comparison(NamedTuple):
     """Which of the wanted packages a machine has."""
 
-    folders: dict[str, str]
-    """Packages that it has in a folder that is not on Python's path, and that folder."""
-    lacking: tuple[str, ...]
-    """Packages that it does not have, or with other files."""
+    folders: dict[str, str]  # packages that it has in a folder that is not on Python's path, and that folder
+    lacking: tuple[str, ...]  # packages that it does not have, or with other files
 
 
 # -- on the head --------------------------------------------------------------------------------------------------
@@ -261,8 +253,7 @@ class _TooManyError(Exception):
 class _Entry(NamedTuple):
     module: str
     is_package: bool
-    path: str
-    """Empty: a folder without `__init__.py`."""
+    path: str  # empty: a folder without `__init__.py`
     suffix: str
     size: int
     mtime_s: int

@@ -42,11 +42,9 @@ from clusterenv.wire.frames import CHUNK, PIECE_LEAST, node_reader, to_wire
 FAILED = 1
 """Exit code: the head ended by an exception, or was gone for longer than the lease."""
 
-_TO_SEND = 1 / 3
-"""The share of the grace period that is kept for sending what workers have finished."""
+_TO_SEND = 1 / 3  # the share of the grace period that is kept for sending what workers have finished
 
-_LINGER_S = 1.0
-"""How long the last messages may take: within the grace period, its end."""
+_LINGER_S = 1.0  # how long the last messages may take: within the grace period, its end
 
 _RETRY_S, _ANSWER_S = 0.5, 10.0
 _SILENT = "the head does not answer"

@@ -14,8 +14,7 @@ class Unreachable(NamedTuple):
     """Why no connection to the head can be made."""
 
     text: str
-    is_refusal: bool
-    """The head's machine answers, but nobody listens there."""
+    is_refusal: bool  # the head's machine answers, but nobody listens there
 
 
 def resolve(address: str) -> str | Unreachable:

@@ -27,8 +27,7 @@ from clusterenv.wire import messages
 from clusterenv.wire.channel import Brings, Raw
 from clusterenv.worker.setup import WorkerConfig
 
-_SPIN_S = 2e-3
-"""How long a worker spins for its next request: about a round trip to the head."""
+_SPIN_S = 2e-3  # how long a worker spins for its next request: about a round trip to the head
 
 Send = Callable[[Any, Sequence[Any]], None]
 

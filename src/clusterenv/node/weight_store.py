@@ -19,14 +19,12 @@ from clusterenv.executors.worker_processes import write_weights
 from clusterenv.policy.weights.packing import unpack
 from clusterenv.wire.messages import Chunk, Offer, Pull
 
-_MOST = 4 << 20
-"""Bytes that may be in flight at once: other messages wait behind them."""
+_MOST = 4 << 20  # bytes that may be in flight at once: other messages wait behind them
 
 _LEAST = 1 << 16
 """The same on a slow link: a connection without a whole frame for some seconds counts as dead."""
 
-_AHEAD_S = 0.5
-"""The bytes in flight are those that arrive in this time, on average."""
+_AHEAD_S = 0.5  # the bytes in flight are those that arrive in this time, on average
 
 Send = Callable[[Any, Sequence[Any]], None]
 
@@ -48,8 +46,7 @@ class WeightStore:
         self._begin()
 
     def _begin(self) -> None:
-        self.descriptor = os.memfd_create("clusterenv-weights")
-        """The memory that workers read weights from."""
+        self.descriptor = os.memfd_create("clusterenv-weights")  # the memory that workers read weights from
         self._pulling: _Pulling | None = None
         self._offers: deque[Offer] = deque()  # to be pulled after that
         self._base = (0, b"")  # the last weights that were to be kept: number and bytes

@@ -22,8 +22,7 @@ class Mount(NamedTuple):
     root: str
     point: str
     is_v2: bool
-    controllers: tuple[str, ...]
-    """Of a v1 hierarchy; empty for v2."""
+    controllers: tuple[str, ...]  # of a v1 hierarchy; empty for v2
 
 
 def cpu_limit() -> float:

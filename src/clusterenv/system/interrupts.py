@@ -37,8 +37,7 @@ class _State:
     __slots__ = ("frame", "handler", "open", "pending", "since_s")
 
     def __init__(self) -> None:
-        self.pending = False
-        """Whether a Ctrl-C is deferred."""
+        self.pending = False  # whether a Ctrl-C is deferred
         self.frame: FrameType | None = None  # where
         self.since_s = 0.0
         self.handler: Callable[[int, FrameType | None], Any] = signal.default_int_handler

@@ -10,8 +10,7 @@ import resource
 
 from clusterenv.errors import StartError
 
-_SPARE = 64
-"""Left for files that the user's own code opens."""
+_SPARE = 64  # left for files that the user's own code opens
 
 
 def allow_open_files(what: str, more: int, in_child: int = 0) -> None:

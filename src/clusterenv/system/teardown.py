@@ -23,8 +23,7 @@ class OwnThread(threading.Thread):
 
     def __init__(self, target: Callable[[], None], name: str, exception: BaseException | None = None) -> None:
         super().__init__(target=target, name=name, daemon=True)
-        self.exception = exception
-        """What was being handled where this thread was started."""
+        self.exception = exception  # what was being handled where this thread was started
 
 
 def current_exception() -> BaseException | None:
@@ -109,8 +108,7 @@ class Teardown:
             self._done.set()
 
 
-_PENDING: list[Teardown] = []
-"""Those that are not done, oldest first."""
+_PENDING: list[Teardown] = []  # those that are not done, oldest first
 
 
 def _at_exit() -> None:

@@ -36,13 +36,11 @@ from clusterenv.testing.envs import KILL_NODE, KILL_WORKER, STEP, Fragile
 
 __all__ = ["BackendContract"]
 
-_WAIT_S = 90.0
-"""How long a node may take to be replaced, or to end; a slow scheduler is no failure."""
+_WAIT_S = 90.0  # how long a node may take to be replaced, or to end; a slow scheduler is no failure
 
 _CLOSE_S = 10.0
 
-_HEARTBEAT_S = (0.2, 2.0, 5.0)
-"""So short that a test need not wait long for the end of a lease."""
+_HEARTBEAT_S = (0.2, 2.0, 5.0)  # so short that a test need not wait long for the end of a lease
 
 _HEAD = """
 import json, sys

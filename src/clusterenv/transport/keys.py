@@ -20,8 +20,7 @@ import zmq
 
 from clusterenv.errors import KeyFileError
 
-_LARGEST = 1 << 16
-"""Bytes that a key file may have."""
+_LARGEST = 1 << 16  # bytes that a key file may have
 
 _CLOSED = b"closed\n"
 

@@ -26,8 +26,7 @@ _ZAP = "inproc://zeromq.zap.01"
 _ACKED, _BUSY_US, _TCP_INFO = 120, 168, 176
 """Offsets in Linux's `struct tcp_info`: acknowledged bytes, time with unacknowledged bytes; and its size."""
 
-_ENOUGH = 1 << 16
-"""Acknowledged bytes from which the speed of a link is measured."""
+_ENOUGH = 1 << 16  # acknowledged bytes from which the speed of a link is measured
 
 _WAITING = 4096
 """Unread messages of one connection, after which its sender waits and seems dead: far more than a node sends while the
@@ -57,8 +56,7 @@ class HeadSocket:
         self._zap.linger = 0
         self._zap.bind(_ZAP)
         self._allowed: set[bytes] = set()
-        self.refused = 0
-        """Handshakes with a key that is not of this run."""
+        self.refused = 0  # handshakes with a key that is not of this run
         socket = self._context.socket(zmq.ROUTER)
         socket.linger = 0
         socket.curve_server = 1

@@ -31,8 +31,7 @@ class Advertised(NamedTuple):
     """What nodes dial in place of the address that the head listens on."""
 
     host: str
-    port: int | None
-    """None: the port that the head listens on."""
+    port: int | None  # None: the port that the head listens on
 
 
 # -- decisions ----------------------------------------------------------------------------------------------------

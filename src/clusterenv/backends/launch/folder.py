@@ -46,10 +46,8 @@ class RunFolder:
             shutil.rmtree(self.path, ignore_errors=True)
             raise
         self._is_over = False
-        self.files: tuple[Path, ...] = ()
-        """The key file of each node."""
-        self.digests: tuple[str, ...] = ()
-        """SHA-256 of each key file."""
+        self.files: tuple[Path, ...] = ()  # the key file of each node
+        self.digests: tuple[str, ...] = ()  # SHA-256 of each key file
 
     def write_keys(self, address: str, head_key: str, pairs: list[KeyPair]) -> None:
         with self.writing():

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from clusterenv.errors import StartError
 
-_LOOK_S = 0.1
-"""How often `closing` is checked."""
+_LOOK_S = 0.1  # how often `closing` is checked
 
 
 class NoAnswer(StartError):

@@ -19,11 +19,9 @@ from clusterenv.events import Event, EventLog, emit
 from clusterenv.system.teardown import OwnThread
 
 _LOOK_S = 0.5
-_AGAIN_S = 2.0
-"""How soon a start that failed is tried again."""
+_AGAIN_S = 2.0  # how soon a start that failed is tried again
 
-_MARGIN_S = 0.5
-"""`stop` waits so much longer than `Jobs.stop` may take, to get its error text."""
+_MARGIN_S = 0.5  # `stop` waits so much longer than `Jobs.stop` may take, to get its error text
 
 _LATE_S = 30.0
 """How long `Jobs.stop` may take in the background, if an earlier call returned after the deadline."""
