@@ -17,7 +17,7 @@ STEP, KILL_WORKER, KILL_NODE = range(3)
 
 
 class Fragile(gym.Env[Any, Any]):
-    """Counts its steps in episodes without end, and can end its own worker process or its node agent by an action."""
+    """Counts its steps in endless episodes; an action can kill its worker process or its node agent."""
 
     def __init__(self) -> None:
         self.observation_space = spaces.Box(0.0, np.inf, (1,), np.float64)
