@@ -10,28 +10,6 @@ from typing import Any
 
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
-__all__ = [
-    "ClusterEnvError",
-    "SpecError",
-    "ArgumentTypeError",
-    "SpacesError",
-    "ActionError",
-    "ActionTypeError",
-    "UsageError",
-    "ClosedError",
-    "PendingCallError",
-    "NoPendingCallError",
-    "EnvError",
-    "PolicyError",
-    "CrashLoopError",
-    "WorkerLostError",
-    "DeadlineError",
-    "StartError",
-    "KeyFileError",
-    "NotPlainError",
-    "ProtocolError",
-]
-
 
 class ClusterEnvError(Exception):
     """Root of everything that this package raises on purpose."""

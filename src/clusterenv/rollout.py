@@ -14,8 +14,6 @@ import numpy as np
 
 from clusterenv.errors import UsageError
 
-__all__ = ["Episodes", "Evaluation", "Receipt", "Rollout", "Transitions", "map_arrays"]
-
 
 def _no_ints() -> Any:
     return np.zeros(0, dtype=np.int64)

@@ -27,23 +27,6 @@ if TYPE_CHECKING:
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
 
-__all__ = [
-    "Backend",
-    "CancelsJobs",
-    "ClusterBackend",
-    "CollectsGarbage",
-    "DescribesJobs",
-    "Hopeless",
-    "Jobs",
-    "LeavesJobs",
-    "Plan",
-    "PrintsScript",
-    "ScheduledJobs",
-    "agent_command",
-    "check_backend",
-    "ended",
-]
-
 _LEASE_S = 60.0
 """The default of `clusterenv node --lease-s`."""
 

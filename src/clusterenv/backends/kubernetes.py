@@ -13,16 +13,17 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
-from clusterenv.backends.contract import Hopeless, Plan
+from clusterenv.backends.contract import Hopeless, Plan, agent_command
 from clusterenv.backends.kubernetes_api import LEASE, SEEN, Api, collect, delete_run, labels, now, selector
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import emit
 from clusterenv.system.exits import NEVER
 
-_KEY = "/var/run/clusterenv/node.key"
+_KEY = Path("/var/run/clusterenv/node.key")
 _BEAT_S = 30.0  # how often the head marks the run object as alive
 
 _HOPELESS = {
@@ -72,6 +73,7 @@ class Kubernetes(Remote):
     context: str | None = None
     grace_s: int = 30
     name: ClassVar[str] = "kubernetes"
+    collect_garbage = staticmethod(collect)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,10 +91,6 @@ class Kubernetes(Remote):
         pod = pod_manifest(self, plan.run, 0, f"clusterenv-{plan.run}-0-1", plan.options, owner)
         items = [run_manifest(plan.run, plan.lease_s), secret_manifest(plan.run, 0, "...", owner), pod]
         return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2)
-
-    @staticmethod
-    def collect_garbage(note: Mapping[str, Any], deadline: float) -> str:
-        return collect(note, deadline)
 
 
 # -- manifests ----------------------------------------------------------------------------------------------------
@@ -116,13 +114,12 @@ def pod_manifest(
     cores = backend.workers_per_node if backend.cpu is None else backend.cpu
     resources = {"cpu": str(cores), **({} if backend.memory is None else {"memory": backend.memory})}
     grace_s = backend.pod_overrides.get("terminationGracePeriodSeconds", backend.grace_s)
-    grace = ["--grace-s", str(grace_s)]
     container = {
         "name": "node",
         "image": backend.image,
-        "command": [backend.python, "-m", "clusterenv", "node", "--join", _KEY, *grace, "--mounted", *options],
+        "command": agent_command(_KEY, ["--grace-s", str(grace_s), "--mounted", *options], backend.python),
         "resources": {"requests": resources, "limits": resources},
-        "volumeMounts": [{"name": "key", "mountPath": _KEY, "subPath": "node.key", "readOnly": True}],
+        "volumeMounts": [{"name": "key", "mountPath": str(_KEY), "subPath": "node.key", "readOnly": True}],
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
     spec: Manifest = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterenv.backends.contract import Plan, ended
-from clusterenv.backends.launch.logs import read_tail
+from clusterenv.backends.launch.logs import read_tail, start_logged
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError
 from clusterenv.system.cpus import usable_cores
@@ -54,14 +54,7 @@ class AgentProcesses:
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, node: int) -> None:
-        with self._log(node).open("ab") as log:
-            self._agents[node] = subprocess.Popen(
-                [*self._plan.command(node), *self._options],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C in the terminal reaches the head alone, which then closes
-            )
+        self._agents[node] = start_logged([*self._plan.command(node), *self._options], self._log(node))
 
     def look(self) -> dict[int, str]:
         codes = {node: agent.poll() for node, agent in self._agents.items()}

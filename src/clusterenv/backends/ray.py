@@ -10,7 +10,6 @@ import contextlib
 import logging
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from clusterenv.arguments import expect
-from clusterenv.backends.contract import Plan, ended
+from clusterenv.backends.contract import Plan, agent_command, ended
 from clusterenv.backends.launch.logs import read_tail
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import StartError
@@ -97,7 +96,7 @@ class NodeActor:
     """Run a node agent on a Ray node, in its own process."""
 
     def __init__(self, key: bytes, options: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "clusterenv", "node", "--join", "-", "--with-parent", *options]
+        command = agent_command(Path("-"), ["--with-parent", *options])
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # it has no name: nothing is left of it either
         self._agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=self._log, stderr=self._log)
         assert self._agent.stdin is not None

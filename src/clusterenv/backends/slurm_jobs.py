@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterenv.backends.contract import Hopeless, Plan
-from clusterenv.backends.launch.logs import read_tail
+from clusterenv.backends.launch.logs import read_tail, start_logged
 from clusterenv.backends.launch.programs import NoAnswer, ask
 from clusterenv.backends.slurm import Slurm, grace_options, job_script, log_file, script_body, srun_command
 from clusterenv.errors import StartError
@@ -159,14 +159,8 @@ class SlurmSteps:
         script = self._plan.folder / f"node-{node}.sh"
         command = self._plan.command(node, self._slurm.python, grace_options(self._slurm))
         script.write_text("\n".join(["#!/bin/bash", *script_body(self._slurm, command)]))
-        with log_file(self._plan, node).open("ab") as log:
-            self._steps[node] = subprocess.Popen(
-                srun_command(self._slurm, self._hosts[node], script),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C in the terminal reaches the head alone, which then closes
-            )
+        step = srun_command(self._slurm, self._hosts[node], script)
+        self._steps[node] = start_logged(step, log_file(self._plan, node))
 
     def state(self, node: int) -> str:
         return f"on {self._hosts[node]}"

@@ -83,24 +83,20 @@ class Traffic:
     """Bytes and frames by node. Encryption adds 42 bytes to each frame at most; Ethernet, IP and TCP 66 to a packet."""
 
     def __init__(self, nodes: int) -> None:
-        self._sent_bytes, self._received_bytes = [0] * nodes, [0] * nodes
-        self._sent_frames, self._received_frames = [0] * nodes, [0] * nodes
+        self.sent_bytes, self.received_bytes = [0] * nodes, [0] * nodes
+        self.sent_frames, self.received_frames = [0] * nodes, [0] * nodes
 
     def sent(self, node: int, frames: Sequence[Any]) -> None:
-        self._sent_bytes[node] += sum(map(len, frames))
-        self._sent_frames[node] += len(frames)
+        self.sent_bytes[node] += sum(map(len, frames))
+        self.sent_frames[node] += len(frames)
 
     def received(self, node: int, frames: Sequence[Any]) -> None:
-        self._received_bytes[node] += sum(map(len, frames))
-        self._received_frames[node] += len(frames)
+        self.received_bytes[node] += sum(map(len, frames))
+        self.received_frames[node] += len(frames)
 
     def stats(self) -> dict[str, list[int]]:
-        return {
-            "sent_bytes": list(self._sent_bytes),
-            "received_bytes": list(self._received_bytes),
-            "sent_frames": list(self._sent_frames),
-            "received_frames": list(self._received_frames),
-        }
+        """Return a copy of all counters, by name."""
+        return {name: list(counts) for name, counts in vars(self).items()}
 
 
 def short(text: str) -> str:

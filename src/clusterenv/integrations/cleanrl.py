@@ -21,8 +21,6 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from clusterenv.env import ClusterEnv
 from clusterenv.integrations._rows import check_same_step, row_of, rows_of
 
-__all__ = ["Gymnasium029", "make"]
-
 
 def make(env: Any, num_envs: int | None = None, **kwargs: Any) -> Gymnasium029:
     """Return `ClusterEnv(env, num_envs, **kwargs)` with the infos of Gymnasium 0.29.

@@ -27,8 +27,6 @@ from clusterenv.errors import ClosedError, SpecError, UsageError
 from clusterenv.rollout import map_arrays
 from clusterenv.spec import Vector
 
-__all__ = ["EnvPoolVectorEnv", "envpool"]
-
 _OURS = frozenset({"num_envs", "batch_size", "seed", "env_type", "gym_reset_return_info"})
 _INT32 = 2**31
 

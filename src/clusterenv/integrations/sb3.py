@@ -29,8 +29,6 @@ try:
 except ImportError as error:
     raise ImportError('Stable-Baselines3 is not installed: pip install "clusterenv[sb3]"') from error
 
-__all__ = ["SB3VecEnv", "make_sb3"]
-
 Indices = int | Iterable[int] | None
 
 

@@ -41,15 +41,8 @@ class Shard:
         self._slots = dict(host.workers)
         self._local = {worker: i for i, (worker, _) in enumerate(host.workers)}
         self._global = [worker for worker, _ in host.workers]
-        spec = _Entry(host.entry_point) if host.entry_point else None
-        blueprint = Blueprint(
-            host.num_envs,
-            payload,
-            False,
-            spec,  # type: ignore[arg-type]
-            host.is_named,
-            delivered=delivered,
-        )
+        spec: Any = _Entry(host.entry_point) if host.entry_point else None
+        blueprint = Blueprint(host.num_envs, payload, False, spec, host.is_named, delivered=delivered)
         mode = AutoresetMode(host.mode) if host.mode else None
         spin_s = _SPIN_S if len(host.workers) <= cpu_limit() else 0.0
         config = WorkerConfig(mode, host.check, host.threads, host.preload, host.other, spin_s)

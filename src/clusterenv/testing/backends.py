@@ -35,8 +35,6 @@ from clusterenv.backends.launch.note import machine
 from clusterenv.backends.remote import Remote
 from clusterenv.testing.envs import KILL_NODE, KILL_WORKER, STEP, Fragile
 
-__all__ = ["BackendContract"]
-
 _WAIT_S = 90.0  # how long a node may take to be replaced, or to end; a slow scheduler is no failure
 
 _CLOSE_S = 10.0

@@ -30,8 +30,6 @@ from clusterenv.wire.frames import CHUNK, to_wire
 from clusterenv.wire.messages import Chunk, Offer
 from clusterenv.wire.requests import Close, LoadWeights, Reply, RunFragment
 
-__all__ = ["Virtual"]
-
 
 @dataclass(frozen=True)
 class Virtual:

@@ -1,9 +1,17 @@
-"""Read the last lines of a node agent's log."""
+"""Start node agents with a log, and read its last lines."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+
+
+def start_logged(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a program that appends its output to `log`, in its own session: Ctrl-C in the terminal is the head's."""
+    with log.open("ab") as file:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
 
 
 def read_tail(path: Path, size: int = 4000) -> str:
