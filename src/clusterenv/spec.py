@@ -61,7 +61,7 @@ class Blueprint:
     is_named: bool = False  # the payload is an id and keyword arguments, for nodes that take no code
     packages: tuple[sources.Package, ...] = ()
     """The user's own packages that the payload names, for nodes that may not have them."""
-    delivered: Delivered | None = None  # on a node: those of them that it had to be told of or to be sent
+    delivered: Delivered | None = None  # on a node: where it finds those that it does not have installed
     observation_mode: ObservationMode = "same"
 
 

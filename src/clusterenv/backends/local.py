@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar
 
@@ -59,7 +58,9 @@ class Local:
         """Return a `Loopback` where an older script asks for `network=True`."""
         options |= zip(("workers", "threads_per_worker", "preload", "network"), args, strict=False)
         if options.pop("network", False):
-            return _loopback(options)
+            from clusterenv.backends.loopback import from_local
+
+            return from_local(options)
         found = [name for name in _OF_NODES if name in options]
         if found:
             raise SpecError(f"Local({found[0]}=...) is about nodes, which are processes of Loopback(nodes=...)")
@@ -85,17 +86,6 @@ class Local:
         config = WorkerConfig(mode, recovery.check, self.threads_per_worker, tuple(self.preload), spin_s=spin_s)
         executor = ProcessExecutor(blueprint, slots_of, config)
         return Driver(executor, slots_of, mode, recovery, blueprint=blueprint, events=events)
-
-
-def _loopback(options: dict[str, Any]) -> Any:
-    from clusterenv.backends.loopback import from_local
-
-    warnings.warn(
-        "Local(network=True, workers=..., nodes=...) is deprecated: write Loopback(nodes=..., workers_per_node=...)",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return from_local(options)
 
 
 def split(num_envs: int, workers: int) -> list[list[int]]:

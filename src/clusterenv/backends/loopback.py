@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import subprocess
 import time
-from collections.abc import Mapping
+import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -95,9 +95,10 @@ class _AsManyAsFit(Loopback):
         return replace(self, workers_per_node=max(1, min(usable_cores(), num_envs) // self.nodes))
 
 
-def from_local(options: Mapping[str, Any]) -> Loopback:
-    """Return the backend that `Local(network=True, ...)` with these options stood for."""
-    given = dict(options)
+def from_local(given: dict[str, Any]) -> Loopback:
+    """Return the backend for `Local(network=True, ...)` with these options, and warn that this form is deprecated."""
+    text = "Local(network=True, workers=..., nodes=...) is deprecated: write Loopback(nodes=..., workers_per_node=...)"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
     workers, nodes = given.pop("workers", None), given.pop("nodes", 1)
     if "heartbeat" in given:
         given["heartbeat_s"] = given.pop("heartbeat")

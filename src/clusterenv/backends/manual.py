@@ -1,4 +1,4 @@
-"""`Manual`: prints the command to run on each machine. For schedulers that we do not know, and for two desktops."""
+"""`Manual`: print the command to run on each machine, for other schedulers, or for two desktops."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _line(plan: Plan, node: int) -> str:
 
 
 class _ByHand:
-    """`Jobs` that the user runs, who sees how they end: a node that is missing is asked for again at once."""
+    """`Jobs` that the user runs: a missing node is requested again at once."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._shown = plan, set[int]()

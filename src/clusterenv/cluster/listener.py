@@ -17,7 +17,7 @@ from clusterenv.system.teardown import OwnThread
 
 _AWAY_S = 0.02  # after the caller's thread was away for so long, the other one listens
 
-_TURN_S = 0.25
+_LISTEN_S = 0.25
 _JOIN_S = 2.0  # how long `stop` waits for the thread, which may be in a log handler that hangs
 
 
@@ -70,9 +70,9 @@ class Listener:
             while not self._quit.is_set():
                 if self._is_awaited or time.monotonic() - self._used_at < _AWAY_S:
                     self._quit.wait(_AWAY_S)
-                elif self._lock.acquire(timeout=_TURN_S):
+                elif self._lock.acquire(timeout=_LISTEN_S):
                     try:
-                        self._read(_TURN_S)
+                        self._read(_LISTEN_S)
                     finally:
                         self._lock.release()
         except BaseException as error:

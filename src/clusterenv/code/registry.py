@@ -59,27 +59,24 @@ def install(registered: Registered) -> None:
 
 def _load(name: str, data: bytes | str) -> EnvSpec:
     if isinstance(data, str):
-        return EnvSpec(name, entry_point=_Missing(name, f"cannot be sent to a worker: {data}"))
+        return _missing(name, f"cannot be sent to a worker: {data}")
     try:
         spec: EnvSpec = pickle.loads(data)
     except Exception as error:  # user code that runs while it is unpickled
-        reason = f"could not be loaded in a worker: {type(error).__name__}: {error}"
-        return EnvSpec(name, entry_point=_Missing(name, reason))
+        return _missing(name, f"could not be loaded in a worker: {type(error).__name__}: {error}")
     return spec
 
 
-class _Missing:
-    """The entry point of an id whose own could not be sent or loaded."""
+def _missing(name: str, reason: str) -> EnvSpec:
+    """Return a spec that raises SpecError when it is made."""
 
-    def __init__(self, name: str, reason: str) -> None:
-        self._name = name
-        self._reason = reason
-
-    def __call__(self, **kwargs: Any) -> gym.Env[Any, Any]:
+    def entry_point(**kwargs: Any) -> gym.Env[Any, Any]:
         raise SpecError(
-            f"{self._name!r} is registered in the script, but its entry point or arguments {self._reason}. "
+            f"{name!r} is registered in the script, but its entry point or arguments {reason}. "
             "Register it with an entry point 'module:Class', or make it without gymnasium.make"
         )
+
+    return EnvSpec(name, entry_point=entry_point)
 
 
 def _is_plain(value: Any) -> bool:
