@@ -216,4 +216,4 @@ def _described(jobs: Jobs, node: int, over: Mapping[int, str]) -> str:
 def _tails(jobs: Jobs, nodes: list[int]) -> str:
     if not isinstance(jobs, DescribesJobs):
         return ""
-    return "".join(f"\nlast words of node {node}:\n{jobs.log_tail(node)}" for node in nodes[:3])
+    return "".join(f"\nlast log lines of node {node}:\n{jobs.log_tail(node)}" for node in nodes[:3])

@@ -212,7 +212,7 @@ class _Pods:
         self._pod[node] = name
 
     def _owner(self) -> Manifest:
-        """Return the run object; it is made anew if somebody has deleted it, with everything that it owned."""
+        """Return the run object; it is made again if somebody has deleted it, with everything that it owned."""
         name, where = f"clusterenv-{self._plan.run}", self._namespace
         found = self._api.ask("read_namespaced_config_map", name, where, none_if=404)
         if found is None:

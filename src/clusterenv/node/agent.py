@@ -144,7 +144,7 @@ class Agent:
             if ended == "refused":
                 emit(logging.ERROR, f"{self._joining.address} does not know this node's key: it is of another run")
                 return NEVER
-            emit(logging.WARNING, f"the connection to the head is gone ({ended}); joining anew")
+            emit(logging.WARNING, f"the connection to the head is gone ({ended}); joining again")
             self._hang_up()
             if not self._is_welcome:
                 time.sleep(_RETRY_S)
