@@ -6,6 +6,7 @@ Errors also inherit from the matching built-in or Gymnasium class, so that code 
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
@@ -55,11 +56,19 @@ class ClosedError(UsageError, ClosedEnvironmentError):
 
 
 class PendingCallError(AlreadyPendingCallError, UsageError):
-    """A call came while another one is pending: `name` is "step" (from `send`), "rollout" or "stream"."""
+    """A call came while another one is pending.
+
+    Attributes:
+        name: the pending one: "step" (from `send` or `step_async`), "reset", "call", "rollout" or "stream".
+    """
 
 
 class NoPendingCallError(NoAsyncCallError, UsageError):
-    """Rows were asked for, and none are in flight: `name` is the call that would have to be pending, "step"."""
+    """The results of a call were asked for that is not pending.
+
+    Attributes:
+        name: the call that would have to be pending: "step" (for `recv` too), "reset" or "call".
+    """
 
 
 class EnvError(ClusterEnvError, RuntimeError):
@@ -108,7 +117,7 @@ class WorkerLostError(ClusterEnvError, RuntimeError):
         self.rows = rows
 
 
-class DeadlineError(ClusterEnvError, TimeoutError):
+class DeadlineError(ClusterEnvError, TimeoutError, multiprocessing.TimeoutError):
     """A call's deadline passed. The message names who was awaited; the request is still under way."""
 
 
