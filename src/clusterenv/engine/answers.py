@@ -250,7 +250,7 @@ def _check_fragment_reply(request: Request, known: Known, reply: Reply, arrays: 
     _need(reply.slots == known.slots, "a fragment of other slots")
     check_missing(reply.infos)
     assert known.fragments is not None
-    check_fragment(result, request, len(known.slots), known.fragments.obs, arrays)
+    check_fragment(result, request, len(known.slots), known.fragments, arrays)
 
 
 def _check_policy_error(result: FragmentResult) -> None:

@@ -13,7 +13,9 @@ import numpy as np
 
 from clusterenv.engine.requests import Request
 from clusterenv.errors import ProtocolError
+from clusterenv.memory.fragments import ArenaLayout, FragmentArrays, specs_of
 from clusterenv.memory.rows import Leaf
+from clusterenv.memory.transfer import view_fragment
 from clusterenv.wire.requests import DriftSamples, Finals, FragmentResult, MissingKeys
 
 __all__ = ["check_fragment", "check_missing"]
@@ -21,17 +23,15 @@ __all__ = ["check_fragment", "check_missing"]
 _MOST_KEYS = 1000
 _LONGEST_KEY = 1000
 _LONGEST_TEXT = 1 << 20
-_FLAGS = slice(3, 8)
-"""Which of a fragment's arrays are bools: terminations, truncations, valid, starts, masks."""
 
 
 def check_fragment(
-    result: FragmentResult, request: Request, columns: int, leaves: tuple[Leaf, ...], arrays: Sequence[Any]
+    result: FragmentResult, request: Request, columns: int, layout: ArenaLayout, frames: Sequence[Any]
 ) -> None:
     """Raise ProtocolError unless this can be the result of a request for a fragment of so many environments.
 
     Args:
-        arrays: the bytes of its arrays, of the sizes of the layout, in the order of `memory.transfer`.
+        frames: the bytes of its arrays, as `memory.transfer` has them.
     """
     num_steps = request.num_steps
     _check_numbers(result, num_steps, columns)
@@ -41,7 +41,7 @@ def check_fragment(
         _need(all(isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in error), "its policy error")
     elif request.version is not None:
         _need(result.version == request.version, "its version")
-    _check_finals(result.finals, num_steps, columns, leaves)
+    _check_finals(result.finals, num_steps, columns, layout.obs)
     if result.samples is not None:
         _check_samples(result.samples, num_steps, columns)
     _check_state(result.initial_state, columns)
@@ -54,10 +54,12 @@ def check_fragment(
         _need(key in request.info_keys and isinstance(entries, list), "infos that nobody asked for")
         for t, column, _ in entries:
             _need(_is_place(t, num_steps) and _is_place(column, columns), "an info's place")
-    for array in arrays[_FLAGS]:
-        _need(not len(array) or int(np.frombuffer(array, np.uint8).max()) <= 1, "its flags")  # numpy trusts a bool
+    received = view_fragment(specs_of(layout), columns, num_steps, frames)
+    for array in received.arrays:
+        if array.dtype == np.bool_ and array.size:
+            _need(int(array.view(np.uint8).max()) <= 1, "its flags")  # numpy trusts a bool
     if error is None:  # else its rows are not used
-        _check_rows(result, num_steps, columns, arrays)
+        _check_rows(result, received)
 
 
 def check_missing(missing: Any) -> None:
@@ -80,13 +82,12 @@ def _check_numbers(result: FragmentResult, num_steps: int, columns: int) -> None
         _need(bool(np.isfinite(step_s).all() and (step_s >= 0).all()), "its times")
 
 
-def _check_rows(result: FragmentResult, num_steps: int, columns: int, arrays: Sequence[Any]) -> None:
+def _check_rows(result: FragmentResult, received: FragmentArrays) -> None:
     """Check that flags and last observations agree: each valid row that ends an episode has one, and no other row."""
-    flags = [np.frombuffer(array, np.bool_).reshape(num_steps, columns) for array in arrays[3:6]]
-    ended, valid = flags[0] | flags[1], flags[2]
+    ended, valid = received.terminations | received.truncations, received.valid
     _need(not (valid[1:] & ~valid[:-1]).any(), "rows that are valid again")
     _need(not valid[result.num_steps :].any(), "rows after its end")
-    has_final = np.zeros((num_steps, columns), dtype=np.bool_)
+    has_final = np.zeros_like(valid)
     if result.finals.t is not None:
         has_final[result.finals.t, result.finals.columns] = True
         _need(int(has_final.sum()) == len(result.finals.t), "a last observation twice")

@@ -183,11 +183,7 @@ def size_of(part: Part, num_steps: int) -> int:
     """Bytes of a whole fragment, as it would travel: its rows, the observation after them, and the final ones."""
     if part.result is None:
         return 0
-    side, steps, columns = part.side, slice(0, num_steps), part.columns
-    rows = [side.actions, side.rewards, side.logprobs, side.masks]
-    rows += [side.terminations, side.truncations, side.starts, side.valid]
-    total = sum(values[steps, columns].nbytes for values in rows)
-    total += sum(values[: num_steps + 1, columns].nbytes for values in side.obs)
+    total = sum(array.nbytes for array in part.side.part(num_steps, part.columns))
     return int(total + sum(values.nbytes for values in part.result.finals.leaves))
 
 
