@@ -238,6 +238,10 @@ class FrameReader:
         self._allow_pickle = allow_pickle
 
     def feed(self, data: bytes | memoryview) -> list[Any]:
+        """Return the messages that are complete now.
+
+        One that cannot be opened raises whatever its opening raised, once: the next call goes on with the others.
+        """
         if len(data) == 9 and not self.buffer and data[4] == _NUMBER:
             return [_QUICK.unpack(data)[2]]
         self.buffer += data
@@ -248,16 +252,20 @@ class FrameReader:
             if len(self.buffer) - start < 4 + length:
                 break
             body = bytes(memoryview(self.buffer)[start + 5 : start + 4 + length])
-            if kind == _NUMBER:
-                messages.append(struct.unpack("<I", body)[0])
-            elif kind == _PLAIN:
-                messages.append(self._open_plain(body))
-            elif kind in (_FRAGMENT, _WEIGHTS):
-                messages.append(_compact()[kind](body))
-            elif self._allow_pickle:
-                messages.append(pickle.loads(body))
-            else:
-                raise ProtocolError("a pickled request, where none is taken")
+            try:
+                if kind == _NUMBER:
+                    messages.append(struct.unpack("<I", body)[0])
+                elif kind == _PLAIN:
+                    messages.append(self._open_plain(body))
+                elif kind in (_FRAGMENT, _WEIGHTS):
+                    messages.append(_compact()[kind](body))
+                elif self._allow_pickle:
+                    messages.append(pickle.loads(body))
+                else:
+                    raise ProtocolError("a pickled request, where none is taken")
+            except Exception:
+                del self.buffer[start : start + 4 + length]
+                raise
             start += 4 + length
         if start:
             del self.buffer[:start]
