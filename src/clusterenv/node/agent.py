@@ -258,17 +258,17 @@ class Agent:
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
-        for frames in socket.receive(ready):
-            self._heard_at = time.monotonic()
-            try:
+        try:
+            for frames in socket.receive(ready):
+                self._heard_at = time.monotonic()
                 said = self._reader.read(frames)
                 if said is not None:
                     self._handle(*said)
-            except ProtocolError as error:
-                return f"it speaks another language: {error}"
-        for shard in list(self._shards.values()):
-            if shard.fileno() in ready:
-                shard.take()
+            for shard in list(self._shards.values()):
+                if shard.fileno() in ready:
+                    shard.take()
+        except ProtocolError as error:
+            return f"it speaks another language: {error}"
         if self._is_refused and self._exit is None:
             time.sleep(_RETRY_S)
             return "it says: come again"

@@ -54,6 +54,7 @@ class WeightStore:
         """The memory that workers read weights from."""
         self._pulling: _Pulling | None = None
         self._offers: deque[Offer] = deque()  # to be pulled after that
+        self._lying: dict[int, int] = {}  # place → number of the weights that lie there whole
         self._base = (0, b"")  # the last weights that were to be kept: their number, and they
 
     def awaits(self, weights: int) -> bool:
@@ -62,6 +63,9 @@ class WeightStore:
         return (pulling is not None and pulling.offer.weights == weights) or any(
             offer.weights == weights for offer in self._offers
         )
+
+    def has(self, weights: int) -> bool:
+        return weights in self._lying.values()
 
     def offer(self, offer: Offer, now: float) -> None:
         if self._pulling is not None and self._pulling.offer.weights == offer.weights:  # the same, in another form
@@ -72,7 +76,7 @@ class WeightStore:
         self._pull_next(now)
 
     def withdrawn(self, weights: int, now: float) -> None:
-        """Go on without these: the head does not know them."""
+        """Go on without these: the head does not know them. Workers that have to load them cannot."""
         self._offers = deque(offer for offer in self._offers if offer.weights != weights)
         if self._pulling is not None and self._pulling.offer.weights == weights:
             self._pulling = None
@@ -105,6 +109,7 @@ class WeightStore:
     def _pull_next(self, now: float) -> None:
         if self._pulling is None and self._offers:
             self._pulling = _Pulling(self._offers.popleft(), now)
+            self._lying.pop(self._pulling.offer.place, None)
             self._ask(self._pulling)
 
     def _ask(self, pulling: _Pulling) -> None:
@@ -124,6 +129,7 @@ class WeightStore:
         if pulling.whole is not None and not self._keep(offer, bytes(pulling.whole)):
             self._send(Pull(offer.weights, 0, -1), ())
             return
+        self._lying[offer.place] = offer.weights
         self._send(Pull(offer.weights, offer.size, 0), ())
         self._pulling = None
         self._pull_next(now)
