@@ -231,6 +231,9 @@ class Agent:
     def _say(self, message: Any, payload: Sequence[Any] = ()) -> None:
         if isinstance(message, Output) and not self._output.passes(message, time.monotonic()):
             return
+        if isinstance(message, (Beat, Bye)):
+            for report in self._output.unreported():
+                self._say(report)
         if self._socket is not None:
             is_large = sum(map(len, payload)) > PIECE_LEAST
             # On a slow link a large piece takes so long that this node would be taken for dead meanwhile.
@@ -299,22 +302,13 @@ class Agent:
         elif isinstance(message, Code):
             self._code_came(message.shard, bytes(frames[0]))
         elif isinstance(message, (Offer, Chunk, Withdrawn)):
-            self._weight_message(message, frames)
+            self._weights.take(message, frames, time.monotonic())
+            for shard in self._shards.values():
+                shard.go_on()
         elif message.shard in self._awaiting:
             self._awaiting[message.shard].messages.append((message, frames))
         elif message.shard in self._shards:
             self._shard_message(self._shards[message.shard], message, frames)
-
-    def _weight_message(self, message: Offer | Chunk | Withdrawn, frames: list[Any]) -> None:
-        now = time.monotonic()
-        if isinstance(message, Chunk):
-            self._weights.chunk(message, frames[0], now)
-        elif isinstance(message, Offer):
-            self._weights.offer(message, now)
-        else:
-            self._weights.withdrawn(message.weights, now)
-        for shard in self._shards.values():
-            shard.go_on()
 
     def _shard_message(self, shard: Shard, message: Any, frames: list[Any]) -> None:
         if isinstance(message, ToWorker):

@@ -17,7 +17,7 @@ from clusterenv.errors import PolicyError
 from clusterenv.events import emit
 from clusterenv.executors.worker_processes import write_weights
 from clusterenv.policy.weights.packing import unpack
-from clusterenv.wire.messages import Chunk, Offer, Pull
+from clusterenv.wire.messages import Chunk, Offer, Pull, Withdrawn
 
 __all__ = ["WeightStore"]
 
@@ -66,6 +66,15 @@ class WeightStore:
 
     def has(self, weights: int) -> bool:
         return weights in self._lying.values()
+
+    def take(self, message: Offer | Chunk | Withdrawn, frames: Sequence[Any], now: float) -> None:
+        """Take in what the head said of weights."""
+        if isinstance(message, Chunk):
+            self.chunk(message, frames[0], now)
+        elif isinstance(message, Offer):
+            self.offer(message, now)
+        else:
+            self.withdrawn(message.weights, now)
 
     def offer(self, offer: Offer, now: float) -> None:
         if self._pulling is not None and self._pulling.offer.weights == offer.weights:  # the same, in another form

@@ -122,6 +122,10 @@ class Output(_Message):
     dropped: int = 0
     """Lines before these that the node dropped."""
 
+    @property
+    def num_lines(self) -> int:
+        return self.text.count("\n") + 1 if self.text else 0
+
 
 class StackTrace(_Message):
     """Where a worker is, as `TraceStack` asked."""
