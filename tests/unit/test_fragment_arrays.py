@@ -52,7 +52,7 @@ def test_columns_arrive_as_they_were_and_others_stay():
     fill(there)
     parts = read_fragment(there, slice(1, 3), 4)
     assert [len(part) for part in parts] == fragment_sizes(LAYOUT, 2, 4)
-    write_fragment(here, slice(1, 3), 4, parts)
+    write_fragment(here, slice(1, 3), 4, 4, parts)
     for spec, sent, got in zip(specs_of(LAYOUT), there.arrays, here.arrays, strict=True):
         rows = 4 + spec.extra_rows
         assert (got[:rows, 1:3] == sent[:rows, 1:3]).all()
@@ -60,12 +60,27 @@ def test_columns_arrive_as_they_were_and_others_stay():
         assert not got.any()
 
 
+def test_steps_that_were_not_played_are_flagged_as_lost():
+    """Whatever an earlier fragment left there."""
+    there, here = arena().sides[0], arena().sides[1]
+    fill(there)
+    for array in here.arrays:
+        array[...] = 1
+    write_fragment(here, slice(1, 3), 6, 4, read_fragment(there, slice(1, 3), 4))
+    assert (here.rewards[:4, 1:3] == there.rewards[:4, 1:3]).all()
+    lost = (slice(4, 6), slice(1, 3))
+    for array in (here.valid, here.terminations, here.starts, here.rewards, here.logprobs):
+        assert not array[lost].any()
+        assert array[6:].all() and array[:, [0, 3, 4]].all(), "nothing else is touched"
+    assert here.truncations[lost].tolist() == [[True, True], [False, False]]
+
+
 def test_bytes_of_another_size_are_refused():
     side = arena().sides[0]
     parts = read_fragment(side, slice(0, 2), 4)
     for wrong in (parts[:-1], [*parts, b""], [parts[0][:-1], *parts[1:]]):
         with pytest.raises(ce.ProtocolError):
-            write_fragment(side, slice(0, 2), 4, wrong)
+            write_fragment(side, slice(0, 2), 4, 4, wrong)
 
 
 def test_one_line_more_in_the_list_is_an_array_more_everywhere(monkeypatch):
@@ -77,7 +92,7 @@ def test_one_line_more_in_the_list_is_an_array_more_everywhere(monkeypatch):
         assert there.values.shape == (7, 5) and there.values.dtype == np.float32
         parts = read_fragment(there, slice(0, 5), 7)
         assert (view_fragment(there.specs, 5, 7, parts).values == there.values).all()
-        write_fragment(here, slice(0, 5), 7, parts)
+        write_fragment(here, slice(0, 5), 7, 7, parts)
         assert (here.values == there.values).all() and (here.obs[1] == there.obs[1]).all()
     finally:
         specs_of.cache_clear()

@@ -126,6 +126,7 @@ def _check(request: Request, known: Known, slots: Sequence[int], last: bool, fra
 def _check_reply(request: Request, known: Known, slots: Sequence[int], last: bool, frames: Sequence[Any]) -> Any:
     reply = plain().unpack(frames[0])
     if request.kind is Kind.BUILD and isinstance(reply, Built):
+        need(last and not slots, "a header that differs from its content")
         _check_built(request, known, reply)
         return reply
     need(isinstance(reply, Reply), f"a {type(reply).__name__} instead of a reply")
@@ -149,11 +150,7 @@ def _check_frames(request: Request, known: Known, slots: Sequence[int], frames: 
         need(len(frames) == 2 and known.rows is not None, f"{len(frames)} frames, where 2 belong")
         assert known.rows is not None
         check_rows(row_bytes(known.rows), len(slots), frames[1])
-    elif request.brings == "fragment":
-        assert known.fragments is not None
-        sizes = fragment_sizes(known.fragments, len(known.slots), request.num_steps)
-        need([len(frame) for frame in frames[1:]] == sizes, "arrays that do not have the sizes of the layout")
-    else:
+    elif request.brings != "fragment":  # whose sizes follow from its result
         need(len(frames) == 1, f"{len(frames)} frames, where 1 belongs")
 
 
@@ -243,13 +240,17 @@ def _check_fragment_reply(request: Request, known: Known, reply: Reply, arrays: 
     result = reply.result
     need(isinstance(result, FragmentResult), "no result of the fragment")
     need(reply.last and reply.objects is None, "parts of a fragment")
+    done = result.num_steps
+    need(is_int(done) and 0 <= done <= request.num_steps, "another number of steps")
+    assert known.fragments is not None
+    sizes = fragment_sizes(known.fragments, len(known.slots), done)
+    need([len(array) for array in arrays] == sizes, "arrays that do not have the sizes of the layout")
     if not reply.slots:  # there was no policy
         need(not reply.faults and reply.infos is None, "rows beside a policy that failed")
         _check_policy_error(result)
         return
     need(reply.slots == known.slots, "a fragment of other slots")
     check_missing(reply.infos)
-    assert known.fragments is not None
     check_fragment(result, request, len(known.slots), known.fragments, arrays)
 
 

@@ -140,7 +140,8 @@ class OpenRequests:
         if request.brings == "fragment":
             slots, arena = self._slots_of[worker], self._arena
             assert arena is not None
-            write_fragment(arena.sides[request.side], slice(slots[0], slots[-1] + 1), request.num_steps, frames[1:])
+            columns, done = slice(slots[0], slots[-1] + 1), reply.result.num_steps
+            write_fragment(arena.sides[request.side], columns, request.num_steps, done, frames[1:])
         elif request.brings == "rows":
             assert self.buffers is not None
             write_rows(self.buffers, answer.slots, frames[1])

@@ -100,6 +100,21 @@ class FragmentArrays:
             array[: num_steps + spec.extra_rows, columns] for spec, array in zip(self.specs, self.arrays, strict=True)
         ]
 
+    def lose(self, t: int, k: Any) -> None:
+        """Flag the rows from t on of these columns as lost."""
+        if t < len(self.valid):
+            self.valid[t:, k] = False
+            self.rewards[t:, k] = 0.0
+            self.terminations[t:, k] = False
+            self.truncations[t:, k] = False
+            self.truncations[t, k] = True
+
+    def lose_unplayed(self, t: int) -> None:
+        """Flag the rows from t on as lost, in which nothing was written since an earlier fragment."""
+        self.starts[t:] = False
+        self.logprobs[t:] = 0.0
+        self.lose(t, slice(None))
+
 
 _FIELDS: dict[str, _Field] = {name: field for name, field in vars(FragmentArrays).items() if isinstance(field, _Field)}
 _LISTS = frozenset(name for name, field in _FIELDS.items() if field.is_list)

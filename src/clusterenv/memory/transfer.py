@@ -149,10 +149,13 @@ def view_fragment(specs: Sequence[ArraySpec], columns: int, num_steps: int, part
     )
 
 
-def write_fragment(side: Side, columns: slice, num_steps: int, parts: Sequence[Any]) -> None:
-    received = view_fragment(side.specs, columns.stop - columns.start, num_steps, parts)
-    for target, values in zip(side.part(num_steps, columns), received.arrays, strict=True):
+def write_fragment(side: Side, columns: slice, num_steps: int, done: int, parts: Sequence[Any]) -> None:
+    """Write the steps of a fragment that are done; the others are flagged as lost."""
+    received = view_fragment(side.specs, columns.stop - columns.start, done, parts)
+    for target, values in zip(side.part(done, columns), received.arrays, strict=True):
         target[...] = values
+    if done < num_steps:
+        FragmentArrays(side.specs, side.part(num_steps, columns)).lose_unplayed(done)
 
 
 def _contiguous(array: Any) -> memoryview:

@@ -91,10 +91,10 @@ class Raw(NamedTuple):
     num_steps: int = 0
 
 
-def brings_of(message: Any) -> tuple[Brings, int, int]:
-    """Return what the answers to this request bring, on which side, and of how many steps."""
+def brings_of(message: Any, reply: Any) -> tuple[Brings, int, int]:
+    """Return what this answer to a request brings, on which side, and of how many steps."""
     if isinstance(message, RunFragment):
-        return Brings.FRAGMENT, message.side, message.num_steps
+        return Brings.FRAGMENT, message.side, reply.result.num_steps
     return (Brings.ROWS if isinstance(message, (int, Step, Reset, Rebuild)) else Brings.NOTHING), 0, 0
 
 

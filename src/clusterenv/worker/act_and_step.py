@@ -84,7 +84,6 @@ class FragmentLoop:
         num_steps = len(started)
         for t in range(num_steps):
             if at[STOP]:
-                columns.lose_all(t)
                 break
             at[TICK] = t
             at[1] = POLICY

@@ -133,18 +133,6 @@ class Columns(FragmentArrays):
             if leaf.low is not None and not leaf.low <= value < leaf.high:
                 raise ValueError(f"observation{leaf.name} is {value}, its space says {leaf.low}..{leaf.high}")
 
-    def lose(self, t: int, k: int) -> None:
-        if t < len(self.valid):
-            self.valid[t:, k] = False
-            self.rewards[t:, k] = 0.0
-            self.terminations[t:, k] = False
-            self.truncations[t:, k] = False
-            self.truncations[t, k] = True
-
-    def lose_all(self, t: int) -> None:
-        for k in range(self.valid.shape[1]):
-            self.lose(t, k)
-
     def frozen(self, t: int, k: int) -> Callable[[Any], Any]:
         """A stand-in for the step of an environment that is gone: its last observation, again and again."""
         obs = self.row(t, k)
