@@ -43,7 +43,7 @@ __all__ = [
     "Withdrawn",
 ]
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
