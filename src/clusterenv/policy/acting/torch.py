@@ -108,7 +108,7 @@ class TorchPolicy:
             acting = None
         self._travels = self._names(clone, self._acting or acting)
         self._verify_acting(clone, forward, obs)
-        recipe = TorchRecipe(hollow(clone), forward, self._initial_state, family.num_params, self._travels)
+        recipe = TorchRecipe(hollow(clone), forward, self._initial_state)
         return Prepared(recipe, family, self._mask, description, self._initial_state is not None)
 
     def weights(self) -> Weights:
@@ -271,16 +271,7 @@ def _sample(space: Space[Any]) -> Any:
     """PAD observations of the space, batched, the same at every call."""
     own = copy.deepcopy(space)
     own.seed(0)
-    return _stack([own.sample() for _ in range(PAD)])
-
-
-def _stack(items: list[Any]) -> Any:
-    first = items[0]
-    if isinstance(first, dict):
-        return {key: _stack([item[key] for item in items]) for key in first}
-    if isinstance(first, tuple):
-        return tuple(_stack(list(parts)) for parts in zip(*items, strict=True))
-    return np.stack([np.asarray(item) for item in items])
+    return map_arrays(lambda *values: np.stack(values), *(own.sample() for _ in range(PAD)))
 
 
 def _plain(value: Any) -> Any:

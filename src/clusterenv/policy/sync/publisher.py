@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from clusterenv.policy.acting.base import PAD, Actor, Policy, pad_rows
+from clusterenv.policy.acting.base import PAD, Actor, Policy, num_rows, pad_rows
 from clusterenv.policy.acting.distributions import Family, mask_logits
 from clusterenv.policy.sync.divergence import divergence
 from clusterenv.policy.sync.drift import Drift, DriftTable
@@ -116,7 +116,7 @@ class Publisher:
 
 
 def _forward(actor: Actor, obs: Any) -> Any:
-    count = _rows_of(obs)
+    count = num_rows(obs)
     starts = np.ones(count + -count % PAD, dtype=np.bool_)
     return actor.forward(pad_rows(obs, count), None, starts)[0][:count]
 
@@ -137,11 +137,3 @@ def _replay(actor: Actor, rows: Any) -> Any:
         now = rows["t"] == step
         params[now] = given[:count][now]
     return params
-
-
-def _rows_of(obs: Any) -> int:
-    if isinstance(obs, dict):
-        return _rows_of(next(iter(obs.values())))
-    if isinstance(obs, tuple):
-        return _rows_of(obs[0])
-    return len(obs)
