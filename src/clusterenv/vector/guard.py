@@ -54,11 +54,8 @@ class CallGuard:
         phase = self.phase
         text = refusal(call, phase)
         if text is not None:
-            slots, num_steps = (
-                np.flatnonzero(self._driver.rows.awaited).tolist(),
-                self._driver.collecting.fragments.num_steps,
-            )
-            raise refused(call, phase, text.format(slots=slots, num_steps=num_steps))
+            slots = np.flatnonzero(self._rows.awaited).tolist()
+            raise refused(call, phase, text.format(slots=slots, num_steps=self._fragments.num_steps))
 
     def check_open(self, call: str) -> None:
         if self._teardown.has_begun:
@@ -76,9 +73,9 @@ class CallGuard:
         """Raise where a slot (None: any) would be stepped past the end of its episode."""
         if not self.may_end:
             return
-        ended = self._driver.rows.ended if slots is None else self._driver.rows.ended[slots]
-        if ended.any():
-            over = np.flatnonzero(self._driver.rows.ended).tolist()
+        ended = self._rows.ended
+        if ended.any() if slots is None else ended[slots].any():
+            over = np.flatnonzero(ended).tolist()
             raise UsageError(
                 f"the episodes of slots {over} ended, and autoreset is DISABLED: "
                 "reset(options={'reset_mask': terminations | truncations}) first"

@@ -11,43 +11,19 @@ import msgspec
 
 from clusterenv.code.packages import Wanted
 
-__all__ = [
-    "PROTOCOL",
-    "Answer",
-    "Beat",
-    "Bye",
-    "Chunk",
-    "Code",
-    "Exited",
-    "Failed",
-    "Fragments",
-    "FromHead",
-    "FromNode",
-    "Hello",
-    "AssignShard",
-    "Kill",
-    "Lacks",
-    "Leave",
-    "Offer",
-    "Output",
-    "Pull",
-    "Refused",
-    "StepAll",
-    "Rows",
-    "SteppedAll",
-    "StackTrace",
-    "Start",
-    "ToWorker",
-    "TraceStack",
-    "Welcome",
-    "Withdrawn",
-]
-
 PROTOCOL = 7
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
     """Sent as an array that begins with the message's name."""
+
+
+class _ShardMessage(_Message):
+    shard: int
+
+
+class _WorkerMessage(_ShardMessage):
+    worker: int
 
 
 # -- node → head ------------------------------------------------------------------------------------------------
@@ -72,62 +48,51 @@ class Hello(_Message):
     and are to be refused by their number."""
 
 
-class Failed(_Message):
+class Failed(_ShardMessage):
     """This node cannot run the workers of a shard."""
 
-    shard: int
     text: str
     is_code: bool = True
     """The code of the environments could not be loaded; False: the machine does not allow so many workers."""
 
 
-class Lacks(_Message):
+class Lacks(_ShardMessage):
     """Packages that the shard's code names, and that this node cannot import as they are on the head."""
 
-    shard: int
     packages: tuple[str, ...]
 
 
-class Answer(_Message):
+class Answer(_WorkerMessage):
     """What a worker answered, or a part of it; frames: its plain data (none after a quick reply), then its rows."""
 
-    shard: int
-    worker: int
     request: int
     last: bool
     slots: tuple[int, ...]
 
 
-class SteppedAll(_Message):
+class SteppedAll(_ShardMessage):
     """All workers of the shard have done a whole step; frames: the rows of all, then plain data of `workers`."""
 
-    shard: int
     request: int
     workers: tuple[int, ...]
 
 
-class Exited(_Message):
-    shard: int
-    worker: int
+class Exited(_WorkerMessage):
     reason: str
     tail: str
 
 
-class Output(_Message):
+class Output(_WorkerMessage):
     """Lines that a worker printed."""
 
-    shard: int
-    worker: int
     text: str
     dropped: int = 0
     """Lines before these that the node dropped."""
 
 
-class StackTrace(_Message):
+class StackTrace(_WorkerMessage):
     """Where a worker is, as `TraceStack` asked."""
 
-    shard: int
-    worker: int
     text: str
 
 
@@ -166,10 +131,9 @@ class Refused(_Message):
     """False: it may come again."""
 
 
-class AssignShard(_Message):
+class AssignShard(_ShardMessage):
     """Take this shard; frame: the environments' code."""
 
-    shard: int
     workers: tuple[tuple[int, tuple[int, ...]], ...]
     """(worker, its slots)"""
     num_envs: int
@@ -185,34 +149,25 @@ class AssignShard(_Message):
     """The user's own packages that the code names: the node asks for those that it lacks (`Lacks`)."""
 
 
-class Code(_Message):
+class Code(_ShardMessage):
     """The answer to `Lacks`; frame: the files that can be sent."""
 
-    shard: int
 
-
-class Rows(_Message):
+class Rows(_ShardMessage):
     """The memory of rows; frame: its layout."""
 
-    shard: int
 
-
-class Fragments(_Message):
+class Fragments(_ShardMessage):
     """The memory of fragments; frame: its layout."""
 
-    shard: int
+
+class Start(_WorkerMessage):
+    pass
 
 
-class Start(_Message):
-    shard: int
-    worker: int
-
-
-class ToWorker(_Message):
+class ToWorker(_WorkerMessage):
     """For a worker; frames: the request as the worker reads it, then the sides (and actions) of its slots."""
 
-    shard: int
-    worker: int
     request: int
     slots: tuple[int, ...]
     """Whose sides (and actions) come along."""
@@ -221,23 +176,18 @@ class ToWorker(_Message):
     """It is about these weights, and waits for them where they are still to come."""
 
 
-class StepAll(_Message):
+class StepAll(_ShardMessage):
     """Every worker of the shard steps all its slots; frames: sides and actions."""
 
-    shard: int
     request: int
 
 
-class Kill(_Message):
-    shard: int
-    worker: int
+class Kill(_WorkerMessage):
+    pass
 
 
-class TraceStack(_Message):
+class TraceStack(_WorkerMessage):
     """Ask where a worker is that has been in one call for long; answered by `StackTrace`."""
-
-    shard: int
-    worker: int
 
 
 class Offer(_Message):
@@ -268,10 +218,9 @@ class Withdrawn(_Message):
     weights: int
 
 
-class Leave(_Message):
+class Leave(_ShardMessage):
     """Give the shard up, or (-1) all of them, and end."""
 
-    shard: int
     reason: str = ""
     failed: bool = False
     """The run ended by an exception."""

@@ -6,28 +6,6 @@ from typing import Any, NamedTuple
 
 from clusterenv.policy.acting.named import Named
 
-__all__ = [
-    "Attach",
-    "Build",
-    "Built",
-    "Call",
-    "Close",
-    "Episode",
-    "Evaluate",
-    "Fault",
-    "FragmentResult",
-    "LoadWeights",
-    "MapArena",
-    "MissingKeys",
-    "Reply",
-    "Reset",
-    "RunFragment",
-    "Rebuild",
-    "SetAttr",
-    "SetPolicy",
-    "Step",
-]
-
 
 class Sticky(NamedTuple):
     """A `set_attr` or `call` to repeat on every later incarnation of a slot."""
@@ -246,13 +224,13 @@ class Fault(NamedTuple):
 
 class Built(NamedTuple):
     request: int
-    observation_space: Any
-    action_space: Any
-    metadata: dict[str, Any]
-    render_mode: str | None
-    others: list[tuple[int, Any, Any]]
+    observation_space: Any = None
+    action_space: Any = None
+    metadata: dict[str, Any] = {}  # noqa: RUF012  never mutated: NamedTuple default
+    render_mode: str | None = None
+    others: list[tuple[int, Any, Any]] = []  # noqa: RUF012
     """(slot, observation space, action space) where these differ from those of this worker's first slot."""
-    faults: list[Fault]
+    faults: list[Fault] = []  # noqa: RUF012
 
 
 class Reply(NamedTuple):

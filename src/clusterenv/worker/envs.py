@@ -73,7 +73,7 @@ class EnvGroup:
         self._incarnations = [0] * count
         self.began = [0] * count
         if not request.make:
-            return Built(request.request, None, None, {}, None, [], [])
+            return Built(request.request)
         spaces: tuple[Any, Any] = (None, None)
         others: list[tuple[int, Any, Any]] = []
         for slot in slots:
@@ -86,9 +86,9 @@ class EnvGroup:
                 elif its != spaces:  # may be code of the user's
                     others.append((slot, *its))
             except Caught as error:
-                return Built(request.request, None, None, {}, None, [], [self.fault(slot, INIT, error)])
+                return Built(request.request, faults=[self.fault(slot, INIT, error)])
         env = self.envs[0]
-        return Built(request.request, *spaces, dict(env.metadata), env.render_mode, others, [])
+        return Built(request.request, *spaces, dict(env.metadata), env.render_mode, others)
 
     def _make(self, slot: int, stickies: list[Sticky]) -> None:
         k = slot - self.first

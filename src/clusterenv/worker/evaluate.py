@@ -16,7 +16,6 @@ from clusterenv.memory.rows import assemble, coerce, flatten
 from clusterenv.policy.acting.base import PAD, pad_rows
 from clusterenv.policy.acting.distributions import mask_logits, stack_masks
 from clusterenv.policy.acting.random_streams import Streams
-from clusterenv.rollout import map_arrays
 from clusterenv.spec import MakeFromSpec
 from clusterenv.wire.requests import Episode, Evaluate, Fault, Reply, Sticky
 from clusterenv.worker.envs import EnvGroup
@@ -147,7 +146,7 @@ class Evaluator:
             np.stack([coerce(row[i], leaf, "observation") for row in rows]).astype(leaf.dtype, copy=False)
             for i, leaf in enumerate(self._leaves)
         ]
-        return map_arrays(lambda value: value, assemble(self._space, iter(leaves)))
+        return assemble(self._space, iter(leaves))
 
     def close(self) -> None:
         for env in (*self._envs, self._recorder):

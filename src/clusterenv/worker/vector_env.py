@@ -38,22 +38,15 @@ class VectorGroup:
         self._calls = np.zeros(len(self._slots), dtype=np.int64)
         self._over = np.zeros(len(self._slots), dtype=np.bool_)
         if not request.make:
-            return Built(request.request, None, None, {}, None, [], [])
+            return Built(request.request)
         try:
             self._make(request.seeds, [])
         except Caught as error:
-            return Built(request.request, None, None, {}, None, [], self._faults(INIT, error))
+            return Built(request.request, faults=self._faults(INIT, error))
         venv = self._venv
         assert venv is not None
-        return Built(
-            request.request,
-            venv.single_observation_space,
-            venv.single_action_space,
-            dict(venv.metadata),
-            venv.render_mode,
-            [],
-            [],
-        )
+        spaces = (venv.single_observation_space, venv.single_action_space)
+        return Built(request.request, *spaces, dict(venv.metadata), venv.render_mode)
 
     def _make(self, seeds: list[int], stickies: list[list[Sticky]]) -> None:
         self._at[0], self._at[1] = self._slots[0], INIT
