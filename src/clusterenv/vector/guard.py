@@ -9,7 +9,7 @@ from clusterenv.driver import Driver
 from clusterenv.engine.collecting.fragments import Mode
 from clusterenv.errors import ClosedError, UsageError
 from clusterenv.system.teardown import Teardown
-from clusterenv.vector.phases import Phase, refusal, refused
+from clusterenv.vector.phases import Phase, refusal
 
 __all__ = ["CallGuard"]
 
@@ -51,11 +51,10 @@ class CallGuard:
         ):
             return
         self.check_open(call)
-        phase = self.phase
-        text = refusal(call, phase)
-        if text is not None:
-            slots = np.flatnonzero(self._rows.awaited).tolist()
-            raise refused(call, phase, text.format(slots=slots, num_steps=self._fragments.num_steps))
+        slots = np.flatnonzero(self._rows.awaited).tolist()
+        error = refusal(call, self.phase, slots, self._fragments.num_steps)
+        if error is not None:
+            raise error
 
     def check_open(self, call: str) -> None:
         if self._teardown.has_begun:

@@ -10,7 +10,7 @@ import enum
 
 from clusterenv.errors import NoPendingCallError, PendingCallError, UsageError
 
-__all__ = ["Phase", "refusal", "refused"]
+__all__ = ["Phase", "refusal"]
 
 
 class Phase(enum.Enum):
@@ -54,16 +54,15 @@ _PENDING = {Phase.PARTIAL: "step", Phase.COLLECTING: "rollout", Phase.STREAMING:
 """Phase → the call that is pending in it."""
 
 
-def refusal(call: str, phase: Phase) -> str | None:
-    """Return what is wrong with this call in this phase, with places for {slots} and {num_steps}; None: nothing."""
-    text = _REFUSED[phase].get(call)
-    return None if text is None else f"{call}() {text}"
+def refusal(call: str, phase: Phase, slots: list[int], num_steps: int) -> UsageError | None:
+    """Return what is wrong with this call in this phase; None: nothing.
 
-
-def refused(call: str, phase: Phase, text: str) -> UsageError:
-    """Return the error for a call that `refusal` has something against; `text` is its, with the places filled in."""
+    `slots` are in flight, `num_steps` is the length of the fragment under way.
+    """
+    reason = _REFUSED[phase].get(call)
+    if reason is None:
+        return None
+    text = f"{call}() {reason.format(slots=slots, num_steps=num_steps)}"
     if call == "recv" and phase is not Phase.INTERRUPTED:
         return NoPendingCallError(text, "step")
-    if phase in _PENDING:
-        return PendingCallError(text, _PENDING[phase])
-    return UsageError(text)
+    return PendingCallError(text, _PENDING[phase]) if phase in _PENDING else UsageError(text)

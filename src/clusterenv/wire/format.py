@@ -65,13 +65,3 @@ def join(node: Any, buffers: Sequence[Any], cost: int = 0) -> bytes:
     cost += tree_cost(tree) + BUFFER_COST * (len(data) - len(tree))
     missing = cost - FREE - PER_BYTE * len(data)
     return data + bytes(missing // PER_BYTE + 1) if missing > 0 else data
-
-
-class Words:
-    """The classes that a codec knows."""
-
-    def __init__(self) -> None:
-        self.structs: dict[str, Any] = {}
-        self.enums: dict[str, Any] = {}
-        self.writers: dict[type, Any] = {}
-        """For every type that may travel, what writes it."""

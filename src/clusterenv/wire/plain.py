@@ -28,28 +28,22 @@ class Codec:
     """
 
     def __init__(self, structs: Sequence[type], enums: Sequence[type[enum.Enum]] = ()) -> None:
-        self._words = wire.Words()
-        self._words.writers.update(WRITERS)
-        for struct in structs:
-            if not issubclass(struct, tuple) or not hasattr(struct, "_fields"):
-                raise TypeError(f"{qualified(struct)} is no NamedTuple")
-            self._learn(struct, self._words.structs, write_struct)
-        for kind in enums:
-            self._learn(kind, self._words.enums, write_enum)
-
-    def _learn(self, kind: type, known: dict[str, Any], write: Any) -> None:
-        if kind.__name__ in known:
-            raise ValueError(f"two classes are called {kind.__name__}")
-        known[kind.__name__] = kind
-        self._words.writers[kind] = write
+        self._classes: dict[str, Any] = {}
+        self._writers = {**WRITERS, **dict.fromkeys(structs, write_struct), **dict.fromkeys(enums, write_enum)}
+        for kind in (*structs, *enums):
+            if kind in structs and not (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+                raise TypeError(f"{qualified(kind)} is no NamedTuple")
+            if kind.__name__ in self._classes:
+                raise ValueError(f"two classes are called {kind.__name__}")
+            self._classes[kind.__name__] = kind
 
     def pack(self, value: Any, other: Literal["refuse", "repr"] = "refuse") -> bytes:
         """Return the value as bytes. What is not plain raises NotPlainError, or its repr travels in its place."""
         try:
             try:
-                return self._pack(Writer(self._words, other == "repr"), value)
+                return self._pack(value, other == "repr")
             except (OverflowError, UnicodeEncodeError):  # an int past 64 bits, or half of a surrogate pair
-                return self._pack(Writer(self._words, other == "repr", is_careful=True), value)
+                return self._pack(value, other == "repr", is_careful=True)
         except Refused as refused:
             path = "".join(reversed(refused.path)) or "the value"
             path = path if len(path) <= 300 else f"{path[:150]}...{path[-150:]}"
@@ -58,14 +52,15 @@ class Codec:
                 "return plain data: numbers, strings, arrays, None, lists, dicts"
             ) from None
 
-    def _pack(self, writer: Writer, value: Any) -> bytes:
+    def _pack(self, value: Any, by_repr: bool, is_careful: bool = False) -> bytes:
+        writer = Writer(self._writers, self._classes, by_repr, is_careful)
         node = writer.node(value, 0)
         return wire.join(node, writer.buffers, writer.cost)
 
     def unpack(self, data: bytes | memoryview) -> Any:
         """Return the value; raise ProtocolError for bytes that `pack` did not make."""
         try:
-            return Reader(data, self._words).read()
+            return Reader(data, self._classes).read()
         except Exception as error:  # numpy and Gymnasium refuse what they are given with whatever they like
             reason = why(error)
         # Not in the handler: as the cause of this one, the other would keep what was read so far.

@@ -14,7 +14,6 @@ import numpy as np
 
 from clusterenv.wire import dtypes, spaces
 from clusterenv.wire import format as wire
-from clusterenv.wire.format import Words
 
 __all__ = ["Damaged", "Reader", "why"]
 
@@ -46,11 +45,11 @@ def _decoder() -> msgspec.msgpack.Decoder[Any]:
 class Reader:
     """Reads one message; `at` is where its next buffer begins, `left` how many bytes of memory it may still take."""
 
-    __slots__ = ("at", "data", "left", "words")
+    __slots__ = ("at", "classes", "data", "left")
 
-    def __init__(self, data: bytes | memoryview, words: Words) -> None:
+    def __init__(self, data: bytes | memoryview, classes: dict[str, Any]) -> None:
         self.data = memoryview(data).cast("B")
-        self.words = words
+        self.classes = classes
         self.at = _HEAD.size
         self.left = wire.FREE + wire.PER_BYTE * len(self.data)
 
@@ -119,7 +118,7 @@ def _rows(r: Reader, node: list[Any]) -> list[Any]:
 
 
 def _struct(r: Reader, node: list[Any]) -> Any:
-    kind = r.words.structs[node[1]]
+    kind = r.classes[node[1]]
     if len(node) - 2 != len(kind._fields):
         raise Damaged(f"there is no {kind.__name__} of {len(node) - 2} fields")
     return kind._make(r.values(node, 2))
@@ -151,7 +150,7 @@ def _set(r: Reader, node: list[Any]) -> set[Any]:
 
 def _enum(r: Reader, node: list[Any]) -> enum.Enum:
     (_, name, member) = node
-    value: enum.Enum = r.words.enums[name].__members__[member]
+    value: enum.Enum = r.classes[name].__members__[member]
     return value
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from clusterenv.wire import dtypes, spaces
 from clusterenv.wire import format as wire
-from clusterenv.wire.format import DEEPEST, Words
+from clusterenv.wire.format import DEEPEST
 from clusterenv.wire.reading import Reader, why
 
 __all__ = ["WRITERS", "Refused", "Writer", "qualified", "write_enum", "write_struct"]
@@ -51,14 +51,17 @@ class Writer:
     """Turns one value into a node of the tree, and buffers.
 
     Args:
+        writers: what turns each type that may travel into a node.
+        classes: the named tuples and enums that may travel, by name.
+        by_repr: send the repr of what is not plain in its place.
         is_careful: look at every int and text: the tree cannot hold some of them.
     """
 
-    __slots__ = ("around", "atoms", "buffers", "by_repr", "cost", "in_space", "words", "writers")
+    __slots__ = ("around", "atoms", "buffers", "by_repr", "classes", "cost", "in_space", "writers")
 
-    def __init__(self, words: Words, by_repr: bool, is_careful: bool = False) -> None:
-        self.words = words
-        self.writers = words.writers
+    def __init__(self, writers: dict[type, Write], classes: dict[str, Any], by_repr: bool, is_careful: bool) -> None:
+        self.writers = writers
+        self.classes = classes
         self.by_repr = by_repr
         self.atoms = _SAFE_ATOMS if is_careful else _ATOMS
         self.buffers: list[Any] = []
@@ -308,7 +311,7 @@ def _parts(w: Writer, value: Any, depth: int) -> Any:
 
 def _cost_of_space(w: Writer, value: Any, message: bytes) -> int:
     """Read the space back. It can hold what its constructor refuses; better found here than at the other end."""
-    reader = Reader(message, w.words)
+    reader = Reader(message, w.classes)
     reader.left *= 8  # the message will be padded
     free = reader.left
     try:

@@ -20,8 +20,8 @@ from clusterenv.errors import PolicyError
 from clusterenv.policy.acting.base import PAD, Prepared
 from clusterenv.policy.acting.distributions import Family, family_for
 from clusterenv.policy.acting.named import Named, class_at
-from clusterenv.policy.acting.shapes import LOOKED_FOR, candidates, example_for, from_distribution, pack
-from clusterenv.policy.acting.torch_actor import Forward, FromDist, TorchRecipe, call_module, hollow, to_tensor
+from clusterenv.policy.acting.shapes import LOOKED_FOR, call_module, candidates, example_for, from_distribution, pack
+from clusterenv.policy.acting.torch_actor import Forward, FromDist, TorchRecipe, hollow, to_tensor
 from clusterenv.policy.weights.codec import Weights
 from clusterenv.rollout import map_arrays
 

@@ -17,7 +17,7 @@ from clusterenv.policy.acting.shapes import from_distribution, pack
 from clusterenv.policy.weights.codec import Weights
 from clusterenv.rollout import map_arrays
 
-__all__ = ["Forward", "FromDist", "TorchRecipe", "call_module", "hollow", "to_tensor"]
+__all__ = ["Forward", "FromDist", "TorchRecipe", "hollow", "to_tensor"]
 
 Forward = Callable[..., Any]
 
@@ -100,10 +100,6 @@ class _Chain:
         for call in self._calls:
             value = call(value)
         return value
-
-
-def call_module(module: Any, obs: Any) -> Any:
-    return module(obs)
 
 
 def hollow(module: Any) -> Any:

@@ -122,8 +122,11 @@ Rule = Always | Every | Never | APS | Callable[[Standing], bool]
 
 
 def fit(rule: Rule, family: Family) -> Rule:
-    """The rule, if it is one and has a meaning for this kind of policy."""
-    _check(rule)
+    """Return the rule; raise unless it is one, and has a meaning for this kind of policy."""
+    if isinstance(rule, type) or not (isinstance(rule, (Always, Every, Never, APS)) or callable(rule)):
+        hint = f"this is the class, write sync={rule.__name__}(...)" if isinstance(rule, type) else _meant(rule)
+        wanted = "Always(), APS(...), Every(k), Never() or a function of a Standing"
+        raise refused("collector", "sync", rule, wanted, hint)
     if isinstance(rule, APS) and rule.ess is not None and not is_kl(family):
         raise PolicyError(
             f"APS(ess=...) has no meaning for a {family.name} policy, whose samples have no density ratio: "
@@ -131,14 +134,6 @@ def fit(rule: Rule, family: Family) -> Rule:
             "squared distance of actions over the noise (deterministic)"
         )
     return rule
-
-
-def _check(rule: Any) -> None:
-    """Raise SpecError unless this is a rule."""
-    if isinstance(rule, type) or not (isinstance(rule, (Always, Every, Never, APS)) or callable(rule)):
-        hint = f"this is the class, write sync={rule.__name__}(...)" if isinstance(rule, type) else _meant(rule)
-        wanted = "Always(), APS(...), Every(k), Never() or a function of a Standing"
-        raise refused("collector", "sync", rule, wanted, hint)
 
 
 def _meant(rule: Any) -> str:
