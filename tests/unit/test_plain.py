@@ -678,6 +678,11 @@ def space_of(name: str, *values: Any) -> bytes:
     return message([wire.SPACE, name, *(node for node, _ in found)], *(buffers for _, buffers in found))
 
 
+def box_of(low: Any, high: Any, flags: Any = None) -> bytes:
+    flags = np.ones(low.shape, bool) if flags is None else flags
+    return space_of("Box", low, high, flags, flags)
+
+
 def array_of(dtype: Any, *shape: Any, data: bytes = bytes(16)) -> bytes:
     return message([wire.ARRAY, dtype, *shape], data)
 
@@ -778,11 +783,13 @@ CRAFTED = {
     "other starts": space_of("MultiDiscrete", np.ones(2, int), np.ones(3, int)),
     "a MultiBinary of none": space_of("MultiBinary", 0),
     "a MultiBinary too large": space_of("MultiBinary", 2**63),
-    "a Box upside down": space_of("Box", np.ones(2), np.zeros(2), None),
-    "a Box of nan": space_of("Box", np.full(2, np.nan), np.ones(2), None),
-    "a Box of complex numbers": space_of("Box", np.ones(2, "c8"), np.ones(2, "c8"), None),
-    "a Box of two dtypes": space_of("Box", np.zeros(2), np.ones(2, int), None),
-    "a Box with other flags": space_of("Box", np.ones(2), np.ones(2), (True, False)),
+    "a Box upside down": box_of(np.ones(2), np.zeros(2)),
+    "a Box of nan": box_of(np.full(2, np.nan), np.ones(2)),
+    "a Box of complex numbers": box_of(np.ones(2, "c8"), np.ones(2, "c8")),
+    "a Box of two dtypes": box_of(np.zeros(2), np.ones(2, int)),
+    "a Box with flags of another shape": box_of(np.ones(2), np.ones(2), np.ones(3, bool)),
+    "a Box with flags that are no arrays": box_of(np.ones(2), np.ones(2), True),
+    "a Box with other flags": box_of(np.ones(2), np.ones(2), np.ones(2)),
     "a Text upside down": space_of("Text", 5, 2, "ab"),
     "a stack that makes a huge Box": space_of("Sequence", spaces.MultiBinary([2**20, 2**20]), True),
     "a graph that makes a huge Box": space_of("Graph", spaces.MultiBinary(2**40), None),
@@ -804,8 +811,8 @@ def test_errors_do_not_spell_out_what_they_are_about(little_free):
             space_of("Dict", True, ("a",), bytes(200_000)),
             space_of("Sequence", "a" * 200_000, True),
             space_of("Graph", "a" * 200_000, None),
-            space_of("Box", low, high, None),
-            space_of("Box", low * np.nan, low, None),
+            box_of(low, high),
+            box_of(low * np.nan, low),
             space_of("MultiBinary", tuple(range(-1, 20_000))),
             space_of("Text", 1 << 10**6, 1, "a"),
             message([wire.STR, 200_000], b"\xff" * 200_000),

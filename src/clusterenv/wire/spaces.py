@@ -65,25 +65,18 @@ def _check(good: bool, what: str) -> None:
 
 
 def _box_parts(space: spaces.Box) -> Parts:
-    flags = None
-    # Where an integer Box was given infinity, only these remember it.
-    below, above = space.bounded_below, space.bounded_above
-    if not (np.array_equal(below, -np.inf < space.low) and np.array_equal(above, space.high < np.inf)):
-        flags = (np.asarray(below), np.asarray(above))
-    return [(".low", space.low), (".high", space.high), (".bounded_below", flags)]
+    # Where an integer Box was given infinity, only the flags remember it. Without dimensions they are no arrays.
+    names = ("low", "high", "bounded_below", "bounded_above")
+    return [(f".{name}", np.asarray(getattr(space, name))) for name in names]
 
 
-def _build_box(low: Any, high: Any, flags: Any) -> spaces.Box:
-    _check(isinstance(low, np.ndarray) and isinstance(high, np.ndarray), "Box")
-    _check(low.dtype == high.dtype and low.dtype.kind in "biuf" and low.shape == high.shape, "Box")
+def _build_box(low: Any, high: Any, below: Any, above: Any) -> spaces.Box:
+    parts = (low, high, below, above)
+    _check(all(isinstance(part, np.ndarray) and part.shape == low.shape for part in parts), "Box")
+    _check(low.dtype == high.dtype and low.dtype.kind in "biuf" and below.dtype == above.dtype == np.bool_, "Box")
     _check(bool(np.all(low <= high)), "Box")  # nor is nan among them
     space = spaces.Box(low, high, low.shape, low.dtype)
-    for name, flag in zip(("bounded_below", "bounded_above"), (None, None) if flags is None else flags, strict=True):
-        if flag is None:  # numpy made no array of it where the space has no dimensions
-            setattr(space, name, np.asarray(getattr(space, name)))
-        else:
-            _check(isinstance(flag, np.ndarray) and flag.dtype == np.bool_ and flag.shape == low.shape, "Box")
-            setattr(space, name, flag)
+    space.bounded_below, space.bounded_above = below, above
     return space
 
 
