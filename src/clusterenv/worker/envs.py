@@ -235,6 +235,7 @@ class EnvGroup:
                 at[1] = STEP
             if flush and i + 1 < len(slots) and time.perf_counter() - flushed_at > _FLUSH_AFTER_S:
                 self._check_rows(slots[flushed : i + 1], sides[flushed : i + 1], faults)
+                self.recent.update(infos)
                 flush(rows_reply(request, slots[flushed : i + 1], infos, objects, faults, last=False))
                 infos, objects, faults = [], [], []
                 flushed, flushed_at = i + 1, time.perf_counter()
