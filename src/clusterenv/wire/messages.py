@@ -30,14 +30,14 @@ class _WorkerMessage(_ShardMessage):
 
 
 class Hello(_Message):
-    """The first thing that a node says."""
+    """The first message of a node."""
 
     protocol: int
     clusterenv: str
     python: str
     gymnasium: str
     instance: str
-    """Made up when the agent started: tells a node that comes back from another with the same key."""
+    """Random, chosen when the agent starts: distinguishes a node that reconnects from another with the same key."""
     host: str
     pid: int
     cores: int
@@ -97,13 +97,13 @@ class StackTrace(_WorkerMessage):
 
 
 class Beat(_Message):
-    """Once in a while, whatever happens: this node is there. Workers' progress: (worker, pid, slot, phase, step)."""
+    """Sent at regular intervals: this node is alive. Workers' progress: (worker, pid, slot, phase, step)."""
 
     progress: tuple[tuple[int, int, int, int, int], ...]
 
 
 class Pull(_Message):
-    """So many bytes of some weights, please; none: they are all here; -1: offer them whole, these cannot be used."""
+    """Ask for `size` bytes of some weights; 0: all have arrived; -1: they cannot be used, offer them whole."""
 
     weights: int
     at: int
@@ -128,7 +128,7 @@ class Welcome(_Message):
 class Refused(_Message):
     reason: str
     final: bool
-    """False: it may come again."""
+    """False: it may try again."""
 
 
 class AssignShard(_ShardMessage):
@@ -191,7 +191,7 @@ class TraceStack(_WorkerMessage):
 
 
 class Offer(_Message):
-    """Weights to be pulled; `place` is where in the machine's memory they go. What has to wait for them names them."""
+    """Weights to pull into the machine's memory at `place`. Requests that need them name them."""
 
     weights: int
     """Their number in the head's ledger."""

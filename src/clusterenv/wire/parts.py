@@ -26,10 +26,10 @@ RECORD_BYTES = 2 << 30
 """The frames of one recorded episode."""
 
 _PART_BYTES = 8 << 20
-"""A part is closed once it holds so much."""
+"""A part is closed once it holds this much."""
 
 _DEEPEST = 20
-"""Containers in each other that are looked into: a list may hold itself."""
+"""Depth to which containers are measured: a list may contain itself."""
 
 
 def split(reply: Reply) -> Iterator[Reply]:

@@ -123,7 +123,7 @@ class MapArena(NamedTuple):
 
 
 class RunFragment(NamedTuple):
-    """Act and step for so many steps; answered by a `Reply` whose result is a `FragmentResult`."""
+    """Act and step `num_steps` times; answered by a `Reply` whose result is a `FragmentResult`."""
 
     request: int
     num_steps: int
@@ -131,9 +131,9 @@ class RunFragment(NamedTuple):
     knobs: dict[str, Any]
     incarnations: list[int]
     sample_every: int = 0
-    """One state in so many of each slot's is sampled for drift; 0: none."""
+    """Sample one in this many of each slot's states for drift; 0: none."""
     sample_within: int | None = None
-    """Only of the first so many steps: a recurrent policy is replayed from its state at row 0."""
+    """Only within this many first steps: a recurrent policy is replayed from its state at row 0."""
 
 
 class DriftSamples(NamedTuple):

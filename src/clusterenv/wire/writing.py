@@ -158,10 +158,6 @@ def _container(write: Write) -> Write:
 
 @_container
 def _list(w: Writer, value: list[Any], depth: int) -> Any:
-    return _list_node(w, value, depth)
-
-
-def _list_node(w: Writer, value: list[Any], depth: int) -> Any:
     kinds = set(map(type, value))
     # Many of a kind go through one call of something fast rather than one of ours each.
     many = _MANY.get(kinds.pop()) if len(kinds) == 1 else None
@@ -189,7 +185,7 @@ def _rows(w: Writer, value: list[tuple[Any, ...]], depth: int) -> Any:
     columns: list[Any] = [wire.ROWS]
     for index, column in enumerate(zip(*value, strict=True)):
         try:
-            columns.append(_list_node(w, list(column), depth + 1))
+            columns.append(_list(w, list(column), depth + 1))
         except Refused as refused:
             refused.path.insert(-1, f"[{index}]")  # the row's index is the last
             raise

@@ -59,11 +59,11 @@ class Evaluator:
                 k = len(self._envs)
                 self._envs.append(self._makers[slots[k]]())
                 apply_stickies(self._envs[k], request.stickies[k])
-            # Each environment plays a fixed share: whoever is quick does not play more.
+            # Each environment plays a fixed share: a quick one does not play more.
             shares = [plain[i :: len(self._envs)] for i in range(len(self._envs))] if plain else []
-            for turn in range(max(map(len, shares), default=0)):
-                wave = [(share[turn], env) for share, env in zip(shares, self._envs, strict=True) if turn < len(share)]
-                done += self._play(request, [j for j, _ in wave], [e for _, e in wave], False)
+            for i in range(max(map(len, shares), default=0)):
+                pairs = [(share[i], env) for share, env in zip(shares, self._envs, strict=True) if i < len(share)]
+                done += self._play(request, [j for j, _ in pairs], [env for _, env in pairs], False)
         except Caught as error:
             text = traceback.format_exc()
             what = f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""A worker's slots run by one VectorEnv of the user's (EnvPool and friends), whole: same face as `EnvGroup`.
+"""A worker's slots run by one VectorEnv of the user's (EnvPool for example); same methods as `EnvGroup`.
 
 There is no per-environment Python here. All slots of the worker step, fail and restart together.
 """
@@ -119,13 +119,12 @@ class VectorGroup:
                 raise RuntimeError("this vector environment failed and was not started again")
             seed: Any = None if all(seed is None for seed in request.seeds) else list(request.seeds)
             options = request.options
-            if len(request.slots) < len(self._slots):
-                mask = np.isin(self._slots, request.slots)
-                options = {**(options or {}), "reset_mask": mask}
+            asked = np.isin(self._slots, request.slots)
+            if not asked.all():
+                options = {**(options or {}), "reset_mask": asked}
                 if seed is not None:
                     seed = [dict(zip(request.slots, request.seeds, strict=True)).get(s) for s in self._slots]
             obs, infos = venv.reset(seed=seed, options=options)
-            asked = np.isin(self._slots, request.slots)
             self._calls[asked], self._over[asked] = 0, False
             side = self._write(obs)
             self._buffers.reward[request.slots] = 0.0

@@ -1,7 +1,7 @@
 """How far two policies are apart in a state, from the numbers of their distributions. Pure numpy, float64 inside.
 
 `divergence(family)(old, new, knobs)` gives one number per row, where rows are parameters as `distributions` lays them
-out: KL(old || new) for distributions, and kin for policies that are none. All are 0 for equal rows and never negative.
+out: KL(old || new) for distributions, and a similar measure for other policies. 0 for equal rows, never negative.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Divergence = Callable[[Any, Any, dict[str, Any]], Any]
 
 
 def is_kl(family: Family) -> bool:
-    """Whether the divergence is a KL, from which a share of effective samples can be foretold."""
+    """Return whether the divergence is a KL, from which the share of effective samples can be predicted."""
     return not isinstance(family, (distributions.Deterministic, distributions.EpsilonGreedy, distributions.Uniform))
 
 

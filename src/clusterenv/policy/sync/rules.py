@@ -29,7 +29,7 @@ class Standing(NamedTuple):
     """Mean divergence from the newest, over states that this version visited; None: not known."""
     drift_se: float | None
     fragments: int = 0
-    """So many has one of its workers acted with this version."""
+    """How many of them one of its workers has acted with this version."""
 
     @property
     def lag(self) -> int:
@@ -68,14 +68,14 @@ class APS:
     """Adaptive Policy Synchronization (arXiv 2507.10990): pull when the policy has really diverged.
 
     Args:
-        threshold: mean KL per state (or its kin, see `divergence`) above which a node pulls; 0.01 unless told. Plain
+        threshold: mean KL per state (see `divergence`) above which a node pulls; default: 0.01. Plain
             PPO, whose clip is centred on what acted, cannot move farther than about clip² / 2 from it: take at most
             half of that (0.01 for a clip of 0.2, 0.0025 for 0.1), or learn with `behaviour_weights`.
         ess: say instead which share of effective samples is to remain, e.g. 0.98; threshold = -ln(ess) / 2.
-        max_lag: pull in any case when so many versions behind.
-        max_fragments: pull in any case when a worker has acted so many fragments with one version: what holds the
+        max_lag: pull in any case when this many versions behind.
+        max_fragments: pull in any case when a worker has acted this many fragments with one version: what holds the
             learner near it must not hold it for ever. None: never.
-        min_updates: not before so many versions behind.
+        min_updates: do not pull before this many versions behind.
         z: how many standard errors of the estimate count as drift: more is more cautious.
 
     Example:
