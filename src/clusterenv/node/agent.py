@@ -262,8 +262,10 @@ class Agent:
                 self._exit = NEVER
             self._is_refused = True
             return
-        if session != self._session:
-            return  # of a session that is over
+        if session == self._session:
+            self._handle_in_session(message, frames)
+
+    def _handle_in_session(self, message: Any, frames: list[Any]) -> None:
         if isinstance(message, messages.Leave):
             if message.shard < 0:
                 emit(logging.ERROR if message.failed else logging.INFO, message.reason)
