@@ -55,7 +55,11 @@ POLICY = SetPolicy(NUMBER, b"", None, None, 0, ())
 
 
 def asked(kind: Kind, message: Any, slots: list[int] = SLOTS) -> Any:
-    request = Requests(3).open(1, kind, slots, message)
+    ledger = Requests([[], slots])
+    if isinstance(message, int):
+        ledger.step_all = message
+        return ledger.open_step(1)
+    request = ledger.open(1, kind, slots, message)
     if kind is Kind.FRAGMENT:
         request.version, request.info_keys = 3, ("mask",)
     return request

@@ -20,7 +20,9 @@ from clusterenv.backends.local import split
 from clusterenv.backends.remote import Remote
 from clusterenv.cluster.contract import Timing
 from clusterenv.cluster.head import Head
+from clusterenv.cluster.peers import Admission
 from clusterenv.driver import Driver
+from clusterenv.engine.requests import Requests
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import Event, EventLog, emit, emit_progress
 from clusterenv.executors.remote import RemoteExecutor
@@ -72,18 +74,9 @@ def start(
     clean_up = Teardown(lambda: stop(time.monotonic() + _CLEAN_UP_S), _CLEAN_UP_S + 2.0)
     try:
         keys, node_keys = make_keys(), [make_keys() for _ in range(most)]
-        head = Head(
-            keys,
-            [pair.public for pair in node_keys],
-            host,
-            parse_port(remote.port),
-            timing,
-            events,
-            supervisor,
-            cores=1 if remote.oversubscribe else each,
-            sends_pickle=remote.allow_pickle,
-            invited=nodes,
-        )
+        cores = 1 if remote.oversubscribe else each
+        admission = Admission([pair.public for pair in node_keys], cores, remote.allow_pickle)
+        head = Head(keys, host, parse_port(remote.port), admission, timing, events, supervisor, invited=nodes)
         address = dialled(head.address, parse_advertise(remote.advertise))
         folder.write_keys(address, keys.public, node_keys)
         with folder.writing():
@@ -116,8 +109,11 @@ def _make_driver(
     slots_of = split(blueprint.num_envs, workers)
     shard_of = [worker // each for worker in range(workers)]
     config = WorkerConfig(mode, recovery.check, remote.threads_per_worker, remote.preload, remote.other_infos)
-    executor = RemoteExecutor(head, blueprint, slots_of, shard_of, config, stop)
-    return Driver(executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=shard_of)
+    requests = Requests(slots_of)
+    executor = RemoteExecutor(head, blueprint, requests, slots_of, shard_of, config, stop)
+    return Driver(
+        executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=shard_of, requests=requests
+    )
 
 
 def example_plan(remote: Remote) -> Plan:

@@ -31,9 +31,14 @@ class Peer:
 
 
 class Admission:
-    """What a node must have to join: so many cores, and packages in versions that match those here."""
+    """What a node must have to join: one of the run's keys, so many cores, and packages in matching versions.
 
-    def __init__(self, cores: int, sends_pickle: bool) -> None:
+    Args:
+        node_keys: public keys of the nodes, in the order of their numbers.
+    """
+
+    def __init__(self, node_keys: Sequence[str], cores: int, sends_pickle: bool) -> None:
+        self.node_of = {key: number for number, key in enumerate(node_keys)}
         self._cores = cores
         self._sends_pickle = sends_pickle
         self._packages = set(versions.FOR_PICKLES if sends_pickle else ())

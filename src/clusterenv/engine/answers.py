@@ -64,7 +64,7 @@ def limit_bytes(request: Request, known: Known) -> int:
         return 3 * row_bytes(known.rows) * len(request.slots) + BESIDE_BYTES
     if request.brings == "fragment":
         assert known.fragments is not None
-        return 3 * sum(fragment_sizes(known.fragments, len(known.slots), request.num_steps)) + BESIDE_BYTES
+        return 3 * sum(fragment_sizes(known.fragments, len(known.slots), request.message.num_steps)) + BESIDE_BYTES
     message = request.message
     if isinstance(message, Evaluate):
         return BESIDE_BYTES + RECORD_BYTES * sum(number < message.record for number in message.episodes)
@@ -151,7 +151,7 @@ def _check_frames(request: Request, known: Known, slots: Sequence[int], frames: 
         check_rows(row_bytes(known.rows), len(slots), frames[1])
     elif request.brings == "fragment":
         assert known.fragments is not None
-        sizes = fragment_sizes(known.fragments, len(known.slots), request.num_steps)
+        sizes = fragment_sizes(known.fragments, len(known.slots), request.message.num_steps)
         _need([len(frame) for frame in frames[1:]] == sizes, "arrays that do not have the sizes of the layout")
     else:
         _need(len(frames) == 1, f"{len(frames)} frames, where 1 belongs")

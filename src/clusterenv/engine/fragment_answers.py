@@ -33,7 +33,7 @@ def check_fragment(
     Args:
         arrays: the bytes of its arrays, of the sizes of the layout, in the order of `memory.transfer`.
     """
-    num_steps = request.num_steps
+    num_steps = request.message.num_steps
     _check_numbers(result, num_steps, columns)
     error = result.policy_error
     if error is not None:

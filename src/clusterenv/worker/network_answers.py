@@ -17,7 +17,6 @@ from clusterenv.memory.transfer import fragment_sizes, row_bytes
 from clusterenv.wire.channel import (
     brings_of,
     encode_plain,
-    encode_quick,
     plain,
     with_plain_infos,
     with_portable_spaces,
@@ -61,10 +60,7 @@ class NetworkAnswers:
         elif isinstance(request, MapArena):
             self._fragments = request.layout
 
-    def send(self, reply: Any) -> None:
-        if isinstance(reply, int):
-            self._channel.sendall(encode_quick(reply))
-            return
+    def send(self, reply: Reply | Built) -> None:
         for data in self._encoded(reply):
             self._channel.sendall(data)
 
