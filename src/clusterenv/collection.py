@@ -199,7 +199,7 @@ class Collection:
             result = part.result
             if result is None:
                 continue
-            stand = self.sync.delivered(part.worker, result.version, size_of(part, num_steps))
+            stand = self.sync.delivered(part.worker, result.version, size_of(part))
             slots = tuple(part.slots)
             receipts.append(Receipt(part.worker, slots, result.version, stand.lag, stand.drift, stand.drift_se))
             self.counts.fragment(part.worker, num_steps * len(slots), result.env_s, result.policy_s)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from clusterenv.engine.inputs import Exit
+from clusterenv.errors import ProtocolError
 from clusterenv.node import shard as seat_module
 from clusterenv.node.shard import Shard
 from clusterenv.node.weight_store import WeightStore
@@ -103,6 +104,24 @@ def test_weights_that_were_withdrawn_hold_nothing_up(node):
     store.chunk(Chunk(8, 0), b"newer", 0.0)
     shard.go_on()
     assert processes.told == [(1, b"load")] and sent[-1] == Pull(8, 5, 0)
+
+
+def test_no_worker_loads_weights_that_are_not_there(node):
+    """Whether the request waits when they are withdrawn, or comes later, or others lie in their place by now."""
+    shard, processes, store, _ = node
+    store.offer(offer(7, b"weights"), 0.0)
+    store.chunk(Chunk(7, 0), b"weights", 0.0)
+    shard.tell(tell(4, 1, 7), [b"load 7"])
+    store.offer(offer(8, b"newer"), 0.0)
+    shard.tell(tell(4, 2, 8), [b"load 8"])
+    store.withdrawn(8, 0.0)
+    with pytest.raises(ProtocolError, match="cannot be pulled"):
+        shard.go_on()
+    for number in (7, 8, 9):  # in the place of 7, a part of 8 may lie
+        shard._waiting.clear()
+        with pytest.raises(ProtocolError, match="cannot be pulled"):
+            shard.tell(tell(5, 3, number), [b"load"])
+    assert processes.told == [(0, b"load 7")]
 
 
 def pulled(store, sent, data, seconds_per_byte):

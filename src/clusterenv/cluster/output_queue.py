@@ -26,7 +26,7 @@ class OutputQueue:
             self.messages.append(message)
             self._bytes += len(message.text)
             return
-        dropped = max(0, message.dropped) + message.text.count("\n") + 1
+        dropped = max(0, message.dropped) + message.num_lines
         last = self.messages[-1]
         if (last.worker == message.worker and not last.text) or len(self.messages) >= 2 * _MESSAGES:
             last.dropped += dropped

@@ -31,7 +31,7 @@ class Peer:
 
 
 class Admission:
-    """What a node must have to join: one of the run's keys, so many cores, and packages in matching versions.
+    """What a node must have to join: a key of the run, so many cores, and packages in versions that match those here.
 
     Args:
         node_keys: public keys of the nodes, in the order of their numbers.

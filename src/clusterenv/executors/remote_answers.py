@@ -147,9 +147,8 @@ class RemoteAnswers:
         if request.brings == "fragment":
             slots, arena = self._slots_of[worker], self._arena
             assert arena is not None
-            write_fragment(
-                arena.sides[request.message.side], slice(slots[0], slots[-1] + 1), request.message.num_steps, frames[1:]
-            )
+            columns, done = slice(slots[0], slots[-1] + 1), reply.result.num_steps
+            write_fragment(arena.sides[request.message.side], columns, request.message.num_steps, done, frames[1:])
         elif request.brings == "rows":
             assert self.buffers is not None
             write_rows(self.buffers, answer.slots, frames[1])

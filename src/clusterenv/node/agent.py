@@ -204,6 +204,9 @@ class Agent:
     def _say(self, message: Any, payload: Sequence[Any] = ()) -> None:
         if isinstance(message, messages.Output) and not self._output.passes(message, time.monotonic()):
             return
+        if isinstance(message, (messages.Beat, messages.Bye)):
+            for report in self._output.unreported():
+                self._say(report)
         if self._socket is not None:
             is_large = sum(map(len, payload)) > PIECE_LEAST
             # On a slow link, no heartbeat gets past a large piece in time: the head would take this node for dead.
@@ -231,17 +234,17 @@ class Agent:
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
-        for frames in socket.receive(ready):
-            self._heard_at = time.monotonic()
-            try:
+        try:
+            for frames in socket.receive(ready):
+                self._heard_at = time.monotonic()
                 said = self._reader.read(frames)
                 if said is not None:
                     self._handle(*said)
-            except ProtocolError as error:
-                return f"it speaks another language: {error}"
-        for shard in list(self._shards.values()):
-            if shard.fileno() in ready:
-                shard.take()
+            for shard in list(self._shards.values()):
+                if shard.fileno() in ready:
+                    shard.take()
+        except ProtocolError as error:
+            return f"it speaks another language: {error}"
         if self._is_refused and self._exit is None:
             time.sleep(_RETRY_S)
             return "it says: come again"
@@ -272,22 +275,13 @@ class Agent:
         elif isinstance(message, messages.Code):
             self._code_came(message.shard, bytes(frames[0]))
         elif isinstance(message, (messages.Offer, messages.Chunk, messages.Withdrawn)):
-            self._weight_message(message, frames)
+            self._weights.take(message, frames, time.monotonic())
+            for shard in self._shards.values():
+                shard.go_on()
         elif message.shard in self._awaiting:
             self._awaiting[message.shard].messages.append((message, frames))
         elif message.shard in self._shards:
             self._shards[message.shard].handle(message, frames)
-
-    def _weight_message(self, message: Any, frames: list[Any]) -> None:
-        now = time.monotonic()
-        if isinstance(message, messages.Chunk):
-            self._weights.chunk(message, frames[0], now)
-        elif isinstance(message, messages.Offer):
-            self._weights.offer(message, now)
-        else:
-            self._weights.withdrawn(message.weights, now)
-        for shard in self._shards.values():
-            shard.go_on()
 
     def _host(self, host: messages.AssignShard, payload: bytes) -> None:
         if not self._allow_pickle and (host.packages or not host.is_named):

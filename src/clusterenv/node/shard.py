@@ -14,7 +14,7 @@ import msgspec
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.engine.inputs import Exit, Stack
-from clusterenv.errors import ClusterEnvError
+from clusterenv.errors import ClusterEnvError, ProtocolError
 from clusterenv.executors.contract import Printed
 from clusterenv.executors.worker_processes import WorkerProcesses
 from clusterenv.memory.fragments import Arena, ArenaLayout
@@ -89,11 +89,16 @@ class Shard:
             self._arena = Arena(arena, self._executor.allocate_arena(arena))
 
     def go_on(self) -> None:
-        """Forward requests in the order in which they came: one that needs weights still to come holds up the rest."""
+        """Forward requests in the order in which they came: one that needs weights still to come holds up the rest.
+
+        Raises ProtocolError for weights that are neither here nor to come: what lies in their place are others.
+        """
         while self._waiting:
             message, frames = self._waiting[0]
-            if isinstance(message, messages.ToWorker) and message.weights and self._weights.awaits(message.weights):
-                return
+            if isinstance(message, messages.ToWorker) and message.weights and not self._weights.has(message.weights):
+                if self._weights.awaits(message.weights):
+                    return
+                raise ProtocolError("workers are to load weights that cannot be pulled")
             self._waiting.popleft()
             if isinstance(message, messages.ToWorker):
                 self._forward(message, frames)

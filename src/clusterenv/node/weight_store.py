@@ -17,7 +17,7 @@ from clusterenv.errors import PolicyError
 from clusterenv.events import emit
 from clusterenv.executors.worker_processes import write_weights
 from clusterenv.policy.weights.packing import unpack
-from clusterenv.wire.messages import Chunk, Offer, Pull
+from clusterenv.wire.messages import Chunk, Offer, Pull, Withdrawn
 
 _MOST = 4 << 20  # bytes that may be in flight at once: other messages wait behind them
 
@@ -49,7 +49,8 @@ class WeightStore:
         self.descriptor = os.memfd_create("clusterenv-weights")  # the memory that workers read weights from
         self._pulling: _Pulling | None = None
         self._offers: deque[Offer] = deque()  # to be pulled after that
-        self._base = (0, b"")  # the last weights that were to be kept: number and bytes
+        self._lying: dict[int, int] = {}  # place → number of the weights that lie there whole
+        self._base = (0, b"")  # the last weights that were to be kept: their number, and they
 
     def awaits(self, weights: int) -> bool:
         """Return whether these were offered and have not arrived yet."""
@@ -57,6 +58,18 @@ class WeightStore:
         return (pulling is not None and pulling.offer.weights == weights) or any(
             offer.weights == weights for offer in self._offers
         )
+
+    def has(self, weights: int) -> bool:
+        return weights in self._lying.values()
+
+    def take(self, message: Offer | Chunk | Withdrawn, frames: Sequence[Any], now: float) -> None:
+        """Take in what the head said of weights."""
+        if isinstance(message, Chunk):
+            self.chunk(message, frames[0], now)
+        elif isinstance(message, Offer):
+            self.offer(message, now)
+        else:
+            self.withdrawn(message.weights, now)
 
     def offer(self, offer: Offer, now: float) -> None:
         if self._pulling is not None and self._pulling.offer.weights == offer.weights:  # the same, in another form
@@ -67,7 +80,7 @@ class WeightStore:
         self._pull_next(now)
 
     def withdrawn(self, weights: int, now: float) -> None:
-        """Give these up: the head does not have them any more."""
+        """Go on without these: the head does not know them. Workers that have to load them cannot."""
         self._offers = deque(offer for offer in self._offers if offer.weights != weights)
         if self._pulling is not None and self._pulling.offer.weights == weights:
             self._pulling = None
@@ -100,6 +113,7 @@ class WeightStore:
     def _pull_next(self, now: float) -> None:
         if self._pulling is None and self._offers:
             self._pulling = _Pulling(self._offers.popleft(), now)
+            self._lying.pop(self._pulling.offer.place, None)
             self._ask(self._pulling)
 
     def _ask(self, pulling: _Pulling) -> None:
@@ -119,6 +133,7 @@ class WeightStore:
         if pulling.whole is not None and not self._keep(offer, bytes(pulling.whole)):
             self._send(Pull(offer.weights, 0, -1), ())
             return
+        self._lying[offer.place] = offer.weights
         self._send(Pull(offer.weights, offer.size, 0), ())
         self._pulling = None
         self._pull_next(now)

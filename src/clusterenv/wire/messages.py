@@ -43,7 +43,7 @@ __all__ = [
     "Withdrawn",
 ]
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
@@ -121,6 +121,10 @@ class Output(_Message):
     text: str
     dropped: int = 0
     """Lines before these that the node dropped."""
+
+    @property
+    def num_lines(self) -> int:
+        return self.text.count("\n") + 1 if self.text else 0
 
 
 class StackTrace(_Message):

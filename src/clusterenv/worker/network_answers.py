@@ -65,7 +65,7 @@ class NetworkAnswers:
             self._channel.sendall(data)
 
     def _encoded(self, reply: Reply | Built) -> Iterator[bytes]:
-        brings = brings_of(self._request)
+        brings = brings_of(self._request, reply)
         reply = _shortened(reply)
         if isinstance(reply, Reply):
             reply = self._within_limits(reply)
