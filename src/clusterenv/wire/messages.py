@@ -11,7 +11,7 @@ import msgspec
 
 from clusterenv.code.packages import Wanted
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
@@ -88,6 +88,10 @@ class Output(_WorkerMessage):
     text: str
     dropped: int = 0
     """Lines before these that the node dropped."""
+
+    @property
+    def num_lines(self) -> int:
+        return self.text.count("\n") + 1 if self.text else 0
 
 
 class StackTrace(_WorkerMessage):

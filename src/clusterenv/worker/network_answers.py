@@ -18,7 +18,6 @@ from clusterenv.wire import requests
 from clusterenv.wire.channel import (
     brings_of,
     encode_plain,
-    encode_quick,
     plain,
     with_plain_infos,
     with_portable_spaces,
@@ -52,15 +51,12 @@ class NetworkAnswers:
         elif isinstance(request, requests.MapArena):
             self._fragments = request.layout
 
-    def send(self, reply: Any) -> None:
-        if isinstance(reply, int):
-            self._channel.sendall(encode_quick(reply))
-            return
+    def send(self, reply: Reply | Built) -> None:
         for data in self._encoded(reply):
             self._channel.sendall(data)
 
     def _encoded(self, reply: Reply | Built) -> Iterator[bytes]:
-        brings = brings_of(self._request)
+        brings = brings_of(self._request, reply)
         reply = _shortened(reply)
         if isinstance(reply, Reply):
             reply = self._within_limits(reply)
