@@ -111,16 +111,16 @@ def test_no_worker_loads_weights_that_are_not_there(node):
     shard, processes, store, _ = node
     store.offer(offer(7, b"weights"), 0.0)
     store.chunk(Chunk(7, 0), b"weights", 0.0)
-    shard.tell(tell(4, 1, 7), [b"load 7"])
+    shard.handle(tell(4, 1, 7), [b"load 7"])
     store.offer(offer(8, b"newer"), 0.0)
-    shard.tell(tell(4, 2, 8), [b"load 8"])
+    shard.handle(tell(4, 2, 8), [b"load 8"])
     store.withdrawn(8, 0.0)
     with pytest.raises(ProtocolError, match="cannot be pulled"):
         shard.go_on()
     for number in (7, 8, 9):  # in the place of 7, a part of 8 may lie
         shard._waiting.clear()
         with pytest.raises(ProtocolError, match="cannot be pulled"):
-            shard.tell(tell(5, 3, number), [b"load"])
+            shard.handle(tell(5, 3, number), [b"load"])
     assert processes.told == [(0, b"load 7")]
 
 
