@@ -26,8 +26,6 @@ import msgspec
 from clusterenv.errors import JournalError
 from clusterenv.events import Event, EventLog
 
-__all__ = ["BLOCK", "ClusterRecord", "Journal", "discard"]
-
 BLOCK = 64
 """Incarnations of each slot that are reserved at once: the journal is written when a slot has failed so often."""
 

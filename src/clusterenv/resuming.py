@@ -20,8 +20,6 @@ from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
 from clusterenv.system import termination
 
-__all__ = ["start"]
-
 _CLOSE_TIMEOUT_S = 5.0
 
 

@@ -17,8 +17,6 @@ from typing import Any
 
 from clusterenv.system import interrupts
 
-__all__ = ["is_terminated", "restore_handler", "unwatch", "watch"]
-
 _AGAIN_S = 15.0
 """A second SIGTERM within this time changes nothing: a run is being closed, in 10 s at most."""
 

@@ -16,8 +16,6 @@ from clusterenv.backends.launch.note import Note
 from clusterenv.errors import ClusterEnvError, StartError
 from clusterenv.transport.keys import Joining, KeyPair, close_joining, private_folder, write_joining
 
-__all__ = ["RunFolder", "key_file", "run_path"]
-
 
 def run_path(place: str | os.PathLike[str] | None, run: str) -> Path:
     """Return the folder of this run; `place`: where such folders are made, None: the temporary directory."""
@@ -32,7 +30,7 @@ class RunFolder:
     """
     Args:
         place: where to make the folder; None: the temporary directory.
-        lease_s: how long nodes go on without the head; written into the note.
+        lease_s: for the note.
         any_owner: the file system may show another owner than this user for it.
         journal: from which another head may go on; written into the note.
         earlier: the name, the folder and the jobs of a run that goes on, in place of a new one.
@@ -60,10 +58,8 @@ class RunFolder:
                 shutil.rmtree(self.path, ignore_errors=True)
             raise
         self._is_over = False
-        self.files: tuple[Path, ...] = ()
-        """The key file of each node."""
-        self.digests: tuple[str, ...] = ()
-        """SHA-256 of each key file."""
+        self.files: tuple[Path, ...] = ()  # the key file of each node
+        self.digests: tuple[str, ...] = ()  # SHA-256 of each key file
 
     def write_keys(self, address: str, head_key: str, pairs: list[KeyPair]) -> None:
         with self.writing():
@@ -80,7 +76,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Within it, an `OSError` (a disk that is full, or read-only) becomes a `StartError` that says where."""
+        """Turn an `OSError` (of a full or read-only disk) into a `StartError` that says where."""
         try:
             yield
         except ClusterEnvError:
@@ -98,7 +94,7 @@ class RunFolder:
             self.note.leave()
 
     def end(self, left: str) -> bool:
-        """Remove it; but where something else of the run is left, only the secrets: `clusterenv gc` needs the note.
+        """Remove the folder or, where jobs of the run are left, only its secrets: `clusterenv gc` needs the note.
 
         Returns whether this was the first time.
         """

@@ -16,8 +16,6 @@ from clusterenv.cluster.head import Head
 from clusterenv.journal import ClusterRecord
 from clusterenv.transport.keys import KeyPair, make_keys
 
-__all__ = ["Identity", "await_return", "new_identity", "obstacle", "reopen"]
-
 _UNTOUCHED_S = 30.0
 """How long the note of a head that runs may be without a touch: it touches it every 15 s."""
 
