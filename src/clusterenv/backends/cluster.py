@@ -78,15 +78,11 @@ def start(
         with ending:
             if head is not None:
                 head.close(is_over=not is_left)
-            if is_left:
-                supervisor.leave(deadline)
-                folder.leave()
-            else:
-                left = supervisor.stop(deadline)
-                if folder.end(left) and left:
-                    events.add(Event("jobs_left", _left_behind(folder, left, jobs, timing.lease_s)))
-                if journal is not None:
-                    journal.forget_cluster()
+            left = supervisor.stop(deadline, is_left)
+            if folder.end(left, is_left) and left:
+                events.add(Event("jobs_left", _left_behind(folder, left, jobs, timing.lease_s)))
+            if journal is not None and not is_left:
+                journal.forget_cluster()
         termination.unwatch(folder)
         clean_up.forget()
 
@@ -96,10 +92,7 @@ def start(
         admission = Admission(run.node_keys, 1 if remote.oversubscribe else each, remote.allow_pickle)
         head = Head(run.keys, host, run.ports, admission, timing, events, supervisor, invited=nodes)
         address = dialled(head.address, parse_advertise(remote.advertise))
-        if run.pairs is not None:
-            folder.write_keys(address, run.keys.public, run.pairs)
-        if journal is not None:
-            journal.keep_cluster(_record(run, address, head, remote.nodes))
+        _write_down(run, address, head, remote.nodes, journal)
         with folder.writing():
             jobs = _launch(remote, folder, timing.lease_s, address, supervisor.closing)
             supervisor.keep(jobs, nodes, await_return(head, nodes) if run.pairs is None else ())
@@ -141,12 +134,14 @@ def _identify(
     return new_identity(folder, ports, remote.nodes, most)
 
 
-def _record(run: Identity, address: str, head: Head, nodes: int) -> ClusterRecord:
-    port = int(head.address.rpartition(":")[2])
-    folder, keys = run.folder, run.keys
-    return ClusterRecord(
-        folder.run, str(folder.path), address, port, keys.public, keys.secret, tuple(run.node_keys), nodes, run.nodes
-    )
+def _write_down(run: Identity, address: str, head: Head, nodes: int, journal: Journal | None) -> None:
+    """Write what nodes need to join, and what a later head needs to be joined by them."""
+    folder, keys, port = run.folder, run.keys, int(head.address.rpartition(":")[2])
+    if run.pairs is not None:
+        folder.write_keys(address, keys.public, run.pairs)
+    if journal is not None:
+        known = (keys.public, keys.secret, tuple(run.node_keys))
+        journal.keep_cluster(ClusterRecord(folder.run, str(folder.path), address, port, *known, nodes, run.nodes))
 
 
 def _make_driver(

@@ -87,22 +87,19 @@ class RunFolder:
                 "disk is full or read-only, choose another: `folder=...` of the backend, or TMPDIR where that is None"
             ) from error
 
-    def leave(self) -> None:
-        """Keep all of it for another head. Idempotent."""
-        if not self._is_over:
-            self._is_over = True
-            self.note.leave()
-
-    def end(self, left: str) -> bool:
+    def end(self, left: str, is_left: bool = False) -> bool:
         """Remove the folder or, where jobs of the run are left, only its secrets: `clusterenv gc` needs the note.
 
+        `is_left`: keep all of it for another head.
         Returns whether this was the first time.
         """
         if self._is_over:
             return False
         self._is_over = True
         self.note.end(left)
-        if left:
+        if is_left:
+            self.note.touch()  # the lease of the nodes begins now
+        elif left:
             for path in self.files:
                 close_joining(path)
         else:

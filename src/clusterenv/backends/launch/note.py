@@ -67,9 +67,8 @@ class Note:
             with contextlib.suppress(OSError):  # a full disk: then it is removed when this process has ended
                 self._write()
 
-    def leave(self) -> None:
-        """Another head may go on: the lease of its nodes begins now."""
-        self.end()
+    def touch(self) -> None:
+        """Show that the head has been here just now."""
         with contextlib.suppress(OSError):
             os.utime(self._path)
 
@@ -80,8 +79,7 @@ class Note:
 
     def _beat(self) -> None:
         while not self._quit.wait(_BEAT_S):
-            with contextlib.suppress(OSError):
-                os.utime(self._path)
+            self.touch()
 
 
 class Life(NamedTuple):

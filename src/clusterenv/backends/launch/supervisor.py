@@ -75,25 +75,21 @@ class Supervisor:
         """Do not start this node again: it was told to leave."""
         self._orders.append((node, False))
 
-    def stop(self, deadline: float) -> str:
+    def stop(self, deadline: float, is_left: bool = False) -> str:
         """End all jobs by `deadline` (of the monotonic clock); returns why some may be left, or "". Idempotent.
 
+        `is_left`: end none, because another head goes on with the nodes.
         If a call to the scheduler hangs and returns later, the thread still ends the jobs while this process runs.
         """
         if self._thread is None:
             return ""
         if not self.closing.is_set():
-            self._deadline = deadline
+            self._deadline, self._is_left = deadline, is_left
             self.closing.set()
         if not self._ended.wait(max(0.0, deadline - time.monotonic()) + _MARGIN_S):
             return self._trouble or "the scheduler did not answer in time"
         self._thread.join()
         return self._left
-
-    def leave(self, deadline: float) -> None:
-        """Start and end nothing any more: another head goes on with the nodes. Idempotent."""
-        self._is_left = True
-        self.stop(deadline)
 
     # -- the thread -------------------------------------------------------------------------------------------
 
