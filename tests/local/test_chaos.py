@@ -43,15 +43,17 @@ def step_until(envs, ledger, condition, timeout_s=60.0):
         step(envs, ledger)
 
 
-def happens(folder, backend, kind, amount=0.0, *, slot=1, until="worker_lost", acts=None):
+def happens(folder, backend, kind, amount=0.0, *, slot=1, until="worker_lost"):
     """One fault while environments are stepped, until an event of this kind comes; then a few steps more."""
     with make(folder, backend) as envs:
         ledger = chaos.Ledger(folder, N)
         ledger.reset(envs.reset(seed=1)[0])
         for _ in range(5):
             step(envs, ledger)
-        with chaos.Injector(folder, [Fault(0.0, kind, slot, amount, 1)], acts) as injector:
-            step_until(envs, ledger, lambda: injector.done and (until is None or until in counts(envs)))
+        with chaos.Injector(folder, [Fault(0.0, kind, slot, amount, 1)], getattr(backend, "acts", None)) as injector:
+            step_until(
+                envs, ledger, lambda: injector.done and (until in counts(envs) if until else not injector.pending)
+            )
         for _ in range(40):
             step(envs, ledger)
         balance = ledger.check()
@@ -95,6 +97,32 @@ def test_a_fault_of_a_node_is_declared(kind, amount, tmp_path):
     until = "worker_lost" if kind is Kind.KILL else "node_lost"
     balance, _ = happens(tmp_path, backend, kind, amount, until=until)
     assert balance.lives > N
+
+
+@pytest.mark.parametrize(("kind", "amount"), [(Kind.STALL, 30.0), (Kind.RESET, 2000.0), (Kind.REFUSE, 0.5)])
+def test_a_fault_of_a_link_is_declared(kind, amount, tmp_path):
+    backend = chaos.LinkedLoopback(nodes=2, heartbeat_s=(0.2, 3.0, 10.0))
+    balance, _ = happens(tmp_path, backend, kind, amount, until="node_lost")
+    assert balance.lives > N
+
+
+@pytest.mark.parametrize(("kind", "amount"), [(Kind.STALL, 0.3), (Kind.DELAY, 0.02)])
+def test_a_fault_of_a_link_that_passes_costs_nothing(kind, amount, tmp_path):
+    balance, events = happens(tmp_path, chaos.LinkedLoopback(nodes=2), kind, amount, until=None)
+    assert balance.lost == 0 and balance.lives == N, events
+
+
+@pytest.mark.parametrize(("kind", "amount"), [(Kind.GARBAGE, 1e4), (Kind.STRANGER, 5.0)])
+def test_strangers_change_nothing(kind, amount, tmp_path):
+    backend = chaos.LinkedLoopback(nodes=2)
+    with make(tmp_path, backend) as envs:
+        ledger = chaos.Ledger(tmp_path, N)
+        ledger.reset(envs.reset(seed=1)[0])
+        with chaos.Injector(tmp_path, [Fault(0.0, kind, 0, amount, 1)], backend.acts) as injector:
+            step_until(envs, ledger, lambda: injector.done and not injector.pending)
+        assert bool(envs.stats()["refused_keys"]) == (kind is Kind.STRANGER)
+        balance = ledger.check()
+        assert balance.lost == 0 and balance.lives == N, envs.events()
 
 
 # -- the ledger -------------------------------------------------------------------------------------------------

@@ -7,16 +7,14 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import msgspec
+from typing import Any, Literal
 
 import clusterenv as ce
 from clusterenv.backends.contract import Plan
 from clusterenv.backends.launch.logs import read_tail
 from clusterenv.backends.remote import Remote
-from clusterenv.transport.keys import read_joining, write_joining
-from netns import Network, Proxy
+from clusterenv.testing import chaos
+from netns import Host, Network
 
 
 def agent_command(
@@ -27,6 +25,13 @@ def agent_command(
     path = plan_or_path.files[node] if isinstance(plan_or_path, Plan) else plan_or_path
     limits = ["--lease-s", str(lease_s), "--dead-after-s", str(lease_s if dead_after_s is None else dead_after_s)]
     return [sys.executable, "-m", "clusterenv", "node", "--join", str(path), *limits]
+
+
+class Proxy(chaos.Proxy):
+    """A proxy on a machine of a `Network`."""
+
+    def __init__(self, host: Host, target: tuple[str, int], listen: tuple[str, int] | None = None) -> None:
+        super().__init__(target, listen or (host.address, 0), host.popen)
 
 
 class NamespaceJobs:
@@ -73,7 +78,8 @@ class Namespaces(Remote):
 
     nodes: int = field(init=False)
     net: Network
-    through_proxy: bool = False
+    through_proxy: bool | Literal["each"] = False
+    """Whether nodes dial the head through a proxy on the first one's machine, or each through one on its own."""
     dead_after_s: float | None = None
     jobs: list[NamespaceJobs] = field(default_factory=list)
     proxies: list[Proxy] = field(default_factory=list)
@@ -90,21 +96,14 @@ class Namespaces(Remote):
 
     def launch(self, plan: Plan) -> NamespaceJobs:
         if self.through_proxy:
-            self._divert(plan)
+            chaos.divert(plan, self._proxy)
         self.jobs[:] = [NamespaceJobs(self.net, plan, self.dead_after_s)]
         return self.jobs[0]
 
-    def _divert(self, plan: Plan) -> None:
-        """Key files that name a proxy on the first node's machine."""
-        for path in plan.files:
-            joining = read_joining(path)
-            if not self.proxies:
-                host, port = joining.address.removeprefix("tcp://").split(":")
-                # Started from another thread: the head's own waits here.
-                self.proxies.append(Proxy(self.net.nodes[0], (host, int(port))))
-            address = "tcp://{}:{}".format(*self.proxies[0].address)
-            path.unlink()
-            write_joining(path, msgspec.structs.replace(joining, address=address))
+    def _proxy(self, node: int, head: tuple[str, int]) -> Proxy:
+        if self.through_proxy == "each" or not self.proxies:
+            self.proxies.append(Proxy(self.net.nodes[node], head))
+        return self.proxies[-1]
 
 
 def pods(cluster: Any, nodes: int = 2, **kwargs: Any) -> ce.Kubernetes:

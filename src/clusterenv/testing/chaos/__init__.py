@@ -8,7 +8,10 @@ Linux only.
 from clusterenv.testing.chaos.faults import ENVIRONMENT, LINK, NETWORK, NODE, WORKER, Fault, Kind, plan_faults
 from clusterenv.testing.chaos.injector import Injector
 from clusterenv.testing.chaos.ledger import Balance, Ledger, LedgerError
+from clusterenv.testing.chaos.links import LinkedLoopback, divert, link_acts
 from clusterenv.testing.chaos.numbered import ACTIONS, Numbered, Trouble, ask, logits, numbered
+from clusterenv.testing.chaos.proxy import Proxy
+from clusterenv.testing.chaos.strangers import stranger_acts
 
 __all__ = [
     "ACTIONS",
@@ -23,10 +26,15 @@ __all__ = [
     "Kind",
     "Ledger",
     "LedgerError",
+    "LinkedLoopback",
     "Numbered",
+    "Proxy",
     "Trouble",
     "ask",
+    "divert",
+    "link_acts",
     "logits",
     "numbered",
     "plan_faults",
+    "stranger_acts",
 ]

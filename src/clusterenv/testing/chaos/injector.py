@@ -17,11 +17,12 @@ from types import TracebackType
 from clusterenv.testing.chaos.faults import ENVIRONMENT, Fault, Kind
 from clusterenv.testing.chaos.numbered import Record, Trouble, ask, lives, read_record
 
-__all__ = ["Injector"]
+__all__ = ["Act", "Injector", "Later"]
 
-Undo = Callable[[], None] | None
-Act = Callable[[Fault], tuple[float, Callable[[], None]] | None]
-"""Makes a fault happen; returns when (seconds from now) to undo it and how, if it is one that has to be undone."""
+Later = tuple[float, Callable[[], None]]
+"""In how many seconds to undo a fault, and how."""
+Act = Callable[[Fault], Later | None]
+"""Makes a fault happen; returns how to undo it, if it has to be undone."""
 
 
 class Injector:
@@ -30,7 +31,7 @@ class Injector:
     Args:
         folder: that of the `Numbered` environments.
         plan: from `plan_faults`, or made by hand.
-        acts: how to do kinds that need more than the processes of the run; see `links.acts` for those of links.
+        acts: how to do kinds that need more than the processes of the run; `link_acts` and `stranger_acts` return some.
 
     Attributes:
         done: the faults that happened. One whose process was gone at its time is in `missed`.
@@ -85,6 +86,11 @@ class Injector:
         if self.errors and error is None:
             raise self.errors[0]
 
+    @property
+    def pending(self) -> int:
+        """Return how many faults are still to be undone."""
+        return len(self._undo)
+
     # -- the thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -113,9 +119,9 @@ class Injector:
 
     def _undo_due(self, now: float) -> None:
         for entry in sorted((entry for entry in self._undo if entry[0] <= now), key=lambda entry: entry[0]):
-            self._undo.remove(entry)
             with contextlib.suppress(ProcessLookupError):
                 entry[1]()
+            self._undo.remove(entry)
 
     def make(self, fault: Fault) -> None:
         """Make this fault happen now."""
@@ -125,15 +131,15 @@ class Injector:
             self.missed.append(fault)
             self._log(f"missed {fault}")
             return
-        self._log(str(fault))
-        self.done.append(fault)
         if undo is not None:
             self._undo.append((time.monotonic() + undo[0], undo[1]))
+        self.done.append(fault)
+        self._log(str(fault))
 
     # -- what needs nothing but processes -----------------------------------------------------------------------
 
     def _own(self) -> dict[Kind, Act]:
-        acts: dict[Kind, Act] = {kind: self._trouble for kind in ENVIRONMENT}
+        acts: dict[Kind, Act] = dict.fromkeys(ENVIRONMENT, self._trouble)
         acts[Kind.KILL] = lambda fault: self._signal(fault, signal.SIGKILL, is_agent=False)
         acts[Kind.STOP] = lambda fault: self._stop(fault, is_agent=False)
         acts[Kind.KILL_NODE] = lambda fault: self._signal(fault, signal.SIGKILL, is_agent=True)
@@ -148,7 +154,7 @@ class Injector:
         with self._process(fault.slot, is_agent) as process:
             signal.pidfd_send_signal(process, number)
 
-    def _stop(self, fault: Fault, is_agent: bool) -> tuple[float, Callable[[], None]]:
+    def _stop(self, fault: Fault, is_agent: bool) -> Later:
         with self._process(fault.slot, is_agent) as process:
             signal.pidfd_send_signal(process, signal.SIGSTOP)
             held = os.dup(process)

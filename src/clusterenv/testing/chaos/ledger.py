@@ -116,7 +116,8 @@ class Ledger:
         self.note(events)
         obs, rewards, terminations, truncations, infos = result
         valid = infos.get("transition_valid")
-        rows = zip(obs.tolist(), actions.tolist(), rewards.tolist(), terminations.tolist(), truncations.tolist())
+        columns = (obs, actions, rewards, terminations, truncations)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
         for slot, (row, action, reward, is_terminated, is_truncated) in enumerate(rows):
             of = self._slots[slot]
             if valid is not None and not valid[slot]:
