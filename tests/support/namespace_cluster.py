@@ -51,7 +51,9 @@ class NamespaceJobs:
             raise ce.StartError("no machine is free")
         with (self.plan.folder / f"node-{node}.log").open("ab") as log:
             command = agent_command(self.plan, node, self.plan.lease_s, self.dead_after_s)
-            self.agents[node] = self.net.nodes[node].popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.agents[node] = self.net.nodes[node % len(self.net.nodes)].popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
 
     def state(self, node: int) -> str:
         return ""
@@ -102,7 +104,7 @@ class Namespaces(Remote):
 
     def _proxy(self, node: int, head: tuple[str, int]) -> Proxy:
         if self.through_proxy == "each" or not self.proxies:
-            self.proxies.append(Proxy(self.net.nodes[node], head))
+            self.proxies.append(Proxy(self.net.nodes[node % self.nodes], head))
         return self.proxies[-1]
 
 

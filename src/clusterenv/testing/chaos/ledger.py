@@ -125,18 +125,18 @@ class Ledger:
                     self._fail(slot, "a row that reports a loss is truncated, not terminated, and without reward")
                 of.has_ended = of.is_reported = True
                 continue
-            seen = Seen.read(row)
-            if of.has_ended or of.seen is None or seen.life != of.seen.life:
+            seen, last = Seen.read(row), of.seen
+            if of.gap and last is not None and seen.t and (seen.life, seen.number) != (last.life, last.number + 1):
+                last = seen._replace(t=seen.t - 1, number=seen.number - 1)  # it goes on from what was dropped
+                self._first(slot, last)
+            elif of.has_ended or last is None or seen.life != last.life:
+                last = None
                 self._first(slot, seen)
-                if reward or is_terminated or is_truncated:
-                    self._fail(slot, f"a reset has a reward or an end: {seen}")
-            else:
-                before = of.seen
-                if of.gap and seen.number > before.number + 1:  # it goes on from what was dropped
-                    before = seen._replace(t=seen.t - 1, number=seen.number - 1)
-                    self._first(slot, before)
-                self._transition(slot, before, action, reward, seen)
+            if last is not None:
+                self._transition(slot, last, action, reward, seen)
                 self._end(slot, seen, is_terminated, is_truncated)
+            elif reward or is_terminated or is_truncated:
+                self._fail(slot, f"a reset has a reward or an end: {seen}")
             of.may_change = False
 
     def batch(self, batch: Rollout, events: Sequence[Event]) -> None:
@@ -205,8 +205,10 @@ class Ledger:
                 self._fail(slot, f"{of.changes} lives ended, {self._declared[slot]} losses were declared: {seen}")
         elif seen.number:
             self._fail(slot, f"the first row is not a life's first: {seen}")
-        if (last is None or seen.life != last.life) and (seen.t or seen.number or seen.action != -1):
-            self._fail(slot, f"a life does not begin with its first observation: {seen}")
+        if last is None or seen.life != last.life:
+            if seen.number > of.gap or (seen.t and not seen.number):
+                self._fail(slot, f"a life does not begin with its first observation: {seen}")
+            of.dropped[seen.life] += seen.number
         of.seen, of.has_ended, of.is_cut, of.is_reported, of.gap = seen, False, False, False, 0
 
     def _skip(self, slot: int, last: Seen, seen: Seen) -> None:

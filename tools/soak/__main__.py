@@ -1,0 +1,43 @@
+"""Run a soak: exits with 1, and says the seed, where the ledger is not exact, a call hangs or memory grows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import secrets
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from tools.soak.run import soak
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=None, help="of the faults; default: a random one, which is printed")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--nodes", type=int, default=3)
+    parser.add_argument("--loopback", action="store_true", help="processes of this machine, not network namespaces")
+    parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="for the report, the samples, the plot")
+    arguments = parser.parse_args()
+    logging.getLogger("clusterenv").setLevel(logging.CRITICAL)  # thousands of warnings that are meant to come
+    seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
+    print(f"soak: {arguments.minutes:g} minutes, seed {seed}", flush=True)
+    report = soak(
+        seed,
+        arguments.minutes,
+        arguments.folder,
+        workers=arguments.workers,
+        nodes=arguments.nodes,
+        use_namespaces=False if arguments.loopback else None,
+    )
+    print(json.dumps({name: value for name, value in asdict(report).items() if name != "recovery"}, indent=1))
+    if report.problems:
+        print(f"soak: seed {seed}: {'; '.join(report.problems)}", file=sys.stderr)
+    return bool(report.problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
