@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -234,3 +237,39 @@ def test_a_plan_follows_from_its_seed():
     plans = [chaos.plan_faults(seed, 600, num_envs=8, kinds=list(Kind)) for seed in (1, 1, 2)]
     assert plans[0] == plans[1] != plans[2]
     assert 80 < len(plans[0]) < 160 and {fault.kind for fault in plans[0]} == set(Kind)
+
+
+# -- machines ---------------------------------------------------------------------------------------------------
+
+
+def test_a_clock_jumps_for_the_nodes_alone(tmp_path):
+    clock = chaos.Clock(tmp_path)
+    code = "import time; print(time.time(), time.monotonic())"
+
+    def times():
+        env = {**os.environ, **clock.environment}
+        return map(float, subprocess.check_output([sys.executable, "-c", code], env=env).split())
+
+    clock.set(1e6)
+    wall, steady = times()
+    assert abs(wall - time.time() - 1e6) < 60 and abs(steady - time.monotonic()) < 60
+    clock.set(0.0)
+    assert abs(next(times()) - time.time()) < 60
+    with clock.applied():
+        assert os.environ["LD_PRELOAD"] == clock.environment["LD_PRELOAD"]
+    assert "LD_PRELOAD" not in os.environ
+
+
+def test_steps_take_slots_in_any_order(tmp_path):
+    with make(tmp_path) as envs:
+        ledger = chaos.Ledger(tmp_path, N)
+        ledger.reset(envs.reset(seed=1)[0])
+        actions = np.zeros(N, np.int64)
+        envs.send(actions)
+        for _ in range(50):
+            result = envs.recv(1)
+            ledger.step(actions[result[4]["slot"]], result, envs.events())
+            envs.send(actions[result[4]["slot"]], result[4]["slot"])
+        result = envs.recv()
+        ledger.step(actions[result[4]["slot"]], result, envs.events())
+        assert ledger.check().lost == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,15 +17,21 @@ from clusterenv.backends.remote import Remote
 from clusterenv.testing import chaos
 from netns import Host, Network
 
+PROGRAM = ("-m", "clusterenv", "node")
+
 
 def agent_command(
-    plan_or_path: Any, node: int = 0, lease_s: float = 60.0, dead_after_s: float | None = None
+    plan_or_path: Any,
+    node: int = 0,
+    lease_s: float = 60.0,
+    dead_after_s: float | None = None,
+    program: Sequence[str] = PROGRAM,
 ) -> list[str]:
     import sys
 
     path = plan_or_path.files[node] if isinstance(plan_or_path, Plan) else plan_or_path
     limits = ["--lease-s", str(lease_s), "--dead-after-s", str(lease_s if dead_after_s is None else dead_after_s)]
-    return [sys.executable, "-m", "clusterenv", "node", "--join", str(path), *limits]
+    return [sys.executable, *program, "--join", str(path), *limits]
 
 
 class Proxy(chaos.Proxy):
@@ -37,8 +44,10 @@ class Proxy(chaos.Proxy):
 class NamespaceJobs:
     """`Jobs` whose machines are namespaces."""
 
-    def __init__(self, net: Network, plan: Plan, dead_after_s: float | None = None) -> None:
-        self.net, self.plan, self.dead_after_s = net, plan, dead_after_s
+    def __init__(
+        self, net: Network, plan: Plan, dead_after_s: float | None = None, program: Sequence[str] = PROGRAM
+    ) -> None:
+        self.net, self.plan, self.dead_after_s, self.program = net, plan, dead_after_s, program
         self.agents: dict[int, subprocess.Popen[Any]] = {}
         self.is_full = False  # whether there is no machine to be had
 
@@ -50,7 +59,7 @@ class NamespaceJobs:
         if self.is_full:
             raise ce.StartError("no machine is free")
         with (self.plan.folder / f"node-{node}.log").open("ab") as log:
-            command = agent_command(self.plan, node, self.plan.lease_s, self.dead_after_s)
+            command = agent_command(self.plan, node, self.plan.lease_s, self.dead_after_s, self.program)
             self.agents[node] = self.net.nodes[node % len(self.net.nodes)].popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
@@ -83,6 +92,8 @@ class Namespaces(Remote):
     through_proxy: bool | Literal["each"] = False
     """Whether nodes dial the head through a proxy on the first one's machine, or each through one on its own."""
     dead_after_s: float | None = None
+    program: tuple[str, ...] = PROGRAM
+    """What Python is to run as the agent."""
     jobs: list[NamespaceJobs] = field(default_factory=list)
     proxies: list[Proxy] = field(default_factory=list)
     start_timeout_s: float = field(default=60.0, kw_only=True)
@@ -99,7 +110,7 @@ class Namespaces(Remote):
     def launch(self, plan: Plan) -> NamespaceJobs:
         if self.through_proxy:
             chaos.divert(plan, self._proxy)
-        self.jobs[:] = [NamespaceJobs(self.net, plan, self.dead_after_s)]
+        self.jobs[:] = [NamespaceJobs(self.net, plan, self.dead_after_s, self.program)]
         return self.jobs[0]
 
     def _proxy(self, node: int, head: tuple[str, int]) -> Proxy:

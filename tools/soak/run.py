@@ -56,6 +56,7 @@ class Report:
     where: str
     workers: int
     nodes: int
+    every_s: float
     recovery: dict[str, Any] = field(default_factory=lambda: asdict(RECOVERY))
     heartbeat_s: tuple[float, ...] = HEARTBEAT_S
     move_after_s: float = MOVE_AFTER_S
@@ -76,7 +77,13 @@ class Watchdog:
         self.longest_s: dict[str, float] = {}
         self._call: tuple[str, float] | None = None
         self._on_hang = on_hang
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
 
     @contextlib.contextmanager
     def __call__(self, what: str) -> Iterator[None]:
@@ -89,8 +96,7 @@ class Watchdog:
             self.longest_s[what] = max(self.longest_s.get(what, 0.0), time.monotonic() - begin)
 
     def _watch(self) -> None:
-        while True:
-            time.sleep(1.0)
+        while not self._over.wait(1.0):
             call = self._call
             if call is not None and time.monotonic() - call[1] > HANG_S:
                 faulthandler.dump_traceback(all_threads=True)
@@ -162,12 +168,19 @@ class Learner:
 
 
 def soak(
-    seed: int, minutes: float, folder: Path, *, workers: int = 8, nodes: int = 3, use_namespaces: bool | None = None
+    seed: int,
+    minutes: float,
+    folder: Path,
+    *,
+    workers: int = 8,
+    nodes: int = 3,
+    every_s: float = 5.0,
+    use_namespaces: bool | None = None,
 ) -> Report:
     """Run, and write report, samples and plot to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with place(workers, nodes, use_namespaces) as where, tempfile.TemporaryDirectory() as counts:
-        report = Report(seed, minutes, where.name, workers, nodes)
+        report = Report(seed, minutes, where.name, workers, nodes, every_s)
         sampler = samples.Sampler()
         injectors: list[chaos.Injector] = []
 
@@ -189,6 +202,7 @@ def soak(
             raise
         finally:
             sampler.stop()
+            watch.stop()
             report.longest_call_s = {name: round(longest, 2) for name, longest in watch.longest_s.items()}
             finish()
     return report
@@ -203,7 +217,9 @@ def _run(
     injectors: list[chaos.Injector],
 ) -> None:
     num_envs = report.workers * ENVS_PER_WORKER
-    plan = chaos.plan_faults(report.seed, report.minutes * 60, num_envs=num_envs, kinds=where.kinds)
+    plan = chaos.plan_faults(
+        report.seed, report.minutes * 60, num_envs=num_envs, kinds=where.kinds, every_s=report.every_s
+    )
     envs = ce.ClusterEnv(chaos.numbered(counts, num_envs, PACE_S), backend=where.backend, recovery=RECOVERY)
     events: deque[str] = deque(maxlen=40)
     try:

@@ -9,6 +9,7 @@ from clusterenv.testing.chaos.faults import ENVIRONMENT, LINK, NETWORK, NODE, WO
 from clusterenv.testing.chaos.injector import Injector
 from clusterenv.testing.chaos.ledger import Balance, Ledger, LedgerError
 from clusterenv.testing.chaos.links import LinkedLoopback, divert, link_acts
+from clusterenv.testing.chaos.machine import Clock, disk_acts
 from clusterenv.testing.chaos.numbered import ACTIONS, Numbered, Trouble, ask, logits, numbered
 from clusterenv.testing.chaos.proxy import Proxy
 from clusterenv.testing.chaos.strangers import stranger_acts
@@ -21,6 +22,7 @@ __all__ = [
     "NODE",
     "WORKER",
     "Balance",
+    "Clock",
     "Fault",
     "Injector",
     "Kind",
@@ -31,6 +33,7 @@ __all__ = [
     "Proxy",
     "Trouble",
     "ask",
+    "disk_acts",
     "divert",
     "link_acts",
     "logits",

@@ -112,15 +112,19 @@ class Ledger:
             of.may_change = False
 
     def step(self, actions: Any, result: Any, events: Sequence[Event]) -> None:
-        """Take in the result of `envs.step(actions)`, and `envs.events()`."""
+        """Take in the result of `envs.step(actions)`, or of `envs.recv()`, and `envs.events()`.
+
+        `actions`: row i is that of row i of the result.
+        """
         self.note(events)
         obs, rewards, terminations, truncations, infos = result
         valid = infos.get("transition_valid")
         columns = (obs, actions, rewards, terminations, truncations)
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        for slot, (row, action, reward, is_terminated, is_truncated) in enumerate(rows):
+        slots = infos["slot"].tolist() if "slot" in infos else range(len(self._slots))
+        for i, (slot, (row, action, reward, is_terminated, is_truncated)) in enumerate(zip(slots, rows, strict=True)):
             of = self._slots[slot]
-            if valid is not None and not valid[slot]:
+            if valid is not None and not valid[i]:
                 if is_terminated or not is_truncated or reward:
                     self._fail(slot, "a row that reports a loss is truncated, not terminated, and without reward")
                 of.has_ended = of.is_reported = True
