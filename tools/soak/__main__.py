@@ -26,11 +26,11 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="for the report, the samples, the plot")
     arguments = parser.parse_args()
     logging.getLogger("clusterenv").setLevel(logging.CRITICAL)  # thousands of warnings that are meant to come
+    seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     if arguments.hostile:
-        found = hostile.run(arguments.minutes, arguments.folder)
+        found = hostile.run(arguments.minutes, arguments.folder, seed)
         print(json.dumps(asdict(found), indent=1))
         return bool(found.problems)
-    seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     print(f"soak: {arguments.minutes:g} minutes, seed {seed}", flush=True)
     report = soak(
         seed,

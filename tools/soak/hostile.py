@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -48,10 +49,12 @@ LIES = {
 class Report:
     minutes: float
     where: str
-    rows_per_s: dict[str, list[float]] = field(default_factory=lambda: {"alone": [], "beside": []})
-    """Of the good nodes, by window."""
+    rows_per_s: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: {"stream": [], "recv": []})
+    """Of the good nodes, in pairs of windows that follow each other: without lies, and with them."""
     share: float = 0.0
-    """Median beside the hostile node, over the median without it."""
+    """Median over all pairs of the second over the first."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """The same for `stream` and for `send` and `recv`."""
     head_mib: float = 0.0
     """Most memory of the head, less what it had after the first window."""
     lies: dict[str, int] = field(default_factory=dict)
@@ -66,9 +69,9 @@ class Report:
 class Hostile:
     """Asks the last node for one lie after the other, each when the one before was said."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._lies = {how: itertools.cycle(lies) for how, lies in LIES.items()}
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder, draw = folder, random.Random(seed)
+        self._lies = {how: itertools.cycle(draw.sample(lies, len(lies))) for how, lies in LIES.items()}
         self.asked: Counter[str] = Counter()
         self.said: Counter[str] = Counter()
         self._pending: str | None = None
@@ -102,6 +105,7 @@ class Good:
         self.ledger.reset(envs.reset(seed=1)[0])
 
     def stream(self, end: float, hostile: Hostile | None) -> int:
+        """Return how many rows of the good nodes came until `end`."""
         rows, before = 0, self._collector.stats()["dropped_fragments"]
         stream = self._collector.stream(STEPS, timeout_s=60.0)
         while time.monotonic() < end:
@@ -118,7 +122,7 @@ class Good:
         return rows
 
     def recv(self, end: float, hostile: Hostile | None) -> int:
-        """Step whichever slots have come back, so that nobody waits for another."""
+        """The same by `send` and `recv`: whichever slots have come back are stepped, so that none waits for another."""
         rows, actions = 0, np.zeros(self._envs.num_envs, np.int64)
         self._envs.send(actions)
         while True:
@@ -129,9 +133,9 @@ class Good:
                 result = self._envs.recv(None if is_last else 1, timeout_s=60.0)
             slots = result[4]["slot"]
             self.ledger.step(actions[slots], result, self._envs.events())
-            rows += int((slots < len(GOOD)).sum())
-            if is_last:
+            if is_last:  # what was in flight: the hostile node's may have to be made anew first
                 return rows
+            rows += int((slots < len(GOOD)).sum())
             self._envs.send(actions[slots], slots)
 
 
@@ -146,7 +150,7 @@ def _place() -> Iterator[tuple[str, Any, Path]]:
             yield "loopback", lying.Lying(NODES, lies=Path(folder), **options(NODES, NODES)), Path(folder)
 
 
-def run(minutes: float, folder: Path) -> Report:
+def run(minutes: float, folder: Path, seed: int = 0) -> Report:
     """Run, and write the report to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with _place() as (where, backend, lies), tempfile.TemporaryDirectory() as counts:
@@ -154,7 +158,7 @@ def run(minutes: float, folder: Path) -> Report:
         sampler, watch = samples.Sampler(), Watchdog(_hung)
         sampler.start()
         try:
-            _run(report, backend, Hostile(lies), Path(counts), sampler, watch)
+            _run(report, backend, Hostile(lies, seed), Path(counts), sampler, watch)
         except Exception as error:
             report.problems.append(f"{type(error).__name__}: {error}")
             raise
@@ -180,26 +184,32 @@ def _run(
         good.stream(time.monotonic() + WINDOW_S / 2, None)
         begins_mib = sampler.samples[-1].head_mib if sampler.samples else 0.0
         end, seen = time.monotonic() + report.minutes * 60, 0.0
-        for how, is_hostile in itertools.cycle(itertools.product(("stream", "recv"), (False, True))):
+        for how in itertools.cycle(report.rows_per_s):
             if time.monotonic() >= end:
                 break
-            begin = time.monotonic()
-            rows = getattr(good, how)(begin + WINDOW_S, hostile if is_hostile else None)
+            pair = [_rate(good, how, None), _rate(good, how, hostile)]
             hostile.rest()
-            report.rows_per_s["beside" if is_hostile else "alone"].append(rows / (time.monotonic() - begin))
+            report.rows_per_s[how].append((pair[0], pair[1]))
             lost = [event for event in envs.events() if event.kind in ("node_lost", "node_unfit")]
             names += [event.reason for event in lost if event.time_s > seen]
             seen = max([seen, *(event.time_s for event in lost)])
         good.recv(time.monotonic() + 2.0, None)
         report.balance = good.ledger.check()._asdict()
     report.head_mib = max(sample.head_mib for sample in sampler.samples) - begins_mib
-    report.share = statistics.median(report.rows_per_s["beside"]) / statistics.median(report.rows_per_s["alone"])
+    ratios = {how: [beside / alone for alone, beside in pairs] for how, pairs in report.rows_per_s.items()}
+    report.share = statistics.median(ratio for of_one in ratios.values() for ratio in of_one)
+    report.shares = {how: statistics.median(of_one) for how, of_one in ratios.items() if of_one}
     report.lies = dict(hostile.said)
     _count_ends(report, names)
 
 
+def _rate(good: Good, how: str, hostile: Hostile | None) -> float:
+    rows: int = getattr(good, how)(time.monotonic() + WINDOW_S, hostile)
+    return rows / WINDOW_S
+
+
 def _count_ends(report: Report, reasons: list[str]) -> None:
-    its_own = [reason for reason in reasons if f"node {NODES - 1} " in f"{reason} "]
+    its_own = [reason for reason in reasons if reason.startswith(f"node {NODES - 1}:")]
     report.good_lost = len(reasons) - len(its_own)
     report.ended = dict(Counter(reason.split(": ", 1)[-1][:160] for reason in its_own).most_common())
     if report.share < LEAST_SHARE:
