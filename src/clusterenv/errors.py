@@ -6,6 +6,7 @@ against Gymnasium (`except ValueError`, `except ClosedEnvironmentError`) keeps w
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
@@ -80,7 +81,7 @@ class PendingCallError(UsageError, AlreadyPendingCallError):
     """A call came while another one is pending.
 
     Attributes:
-        name: the pending one: "step" (from `send`), "rollout" or "stream".
+        name: the pending one: "step" (from `send` or `step_async`), "reset", "call", "rollout" or "stream".
     """
 
     def __init__(self, message: str, name: str) -> None:
@@ -89,10 +90,10 @@ class PendingCallError(UsageError, AlreadyPendingCallError):
 
 
 class NoPendingCallError(UsageError, NoAsyncCallError):
-    """Rows were asked for, and none are in flight.
+    """The results of a call were asked for that is not pending.
 
     Attributes:
-        name: the call that would have to be pending: "step".
+        name: the call that would have to be pending: "step" (for `recv` too), "reset" or "call".
     """
 
     def __init__(self, message: str, name: str) -> None:
@@ -146,7 +147,7 @@ class WorkerLostError(ClusterEnvError, RuntimeError):
         self.rows = rows
 
 
-class DeadlineError(ClusterEnvError, TimeoutError):
+class DeadlineError(ClusterEnvError, TimeoutError, multiprocessing.TimeoutError):
     """A call's deadline passed. The message names who was awaited; the request is still under way."""
 
 

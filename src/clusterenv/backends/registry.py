@@ -7,7 +7,6 @@ gc` reads, and hints in errors use that name. A module is imported when its back
 from __future__ import annotations
 
 from dataclasses import MISSING, fields, is_dataclass
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from clusterenv.errors import SpecError
@@ -29,11 +28,15 @@ OWN = {
 
 def names() -> list[str]:
     """Return the names of all backends that are installed."""
+    from importlib.metadata import entry_points  # 10 ms, and only mistakes and the command line ask
+
     return list(dict.fromkeys([*OWN, *sorted(entry_points(group=GROUP).names)]))
 
 
 def find(name: str) -> type[Any]:
     """Return the class of the backend with this name. Raises SpecError where there is none, or several."""
+    from importlib.metadata import EntryPoint, entry_points
+
     if name in OWN:
         found = [EntryPoint(name, OWN[name], GROUP)]
     else:

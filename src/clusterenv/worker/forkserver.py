@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import multiprocessing
 import os
 import pickle
 import select
@@ -280,6 +281,7 @@ def _load(fd: int) -> tuple[ForkServerSetup, Any]:
     with open(f"/proc/self/fd/{fd}", "rb") as file:  # noqa: PTH123 (another offset than the descriptor's own)
         setup: ForkServerSetup = pickle.load(file)
     sys.path[:] = setup.sys_path
+    multiprocessing.current_process().authkey = setup.authkey
     if setup.delivered is not None:
         sources.install(*setup.delivered)
     for module in setup.modules:
