@@ -73,8 +73,8 @@ class HeadSocket:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, _WAITING)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
-        # The kernel ends connections to machines that are gone, not heartbeats of libzmq: those abort this process where
-        # a connection has broken of which more than RCVHWM messages wait to be read (`!_io_error`, 4.3.5).
+        # The kernel ends connections to machines that are gone, not heartbeats of libzmq: those abort this process
+        # where a connection has broken of which more than RCVHWM messages wait to be read (`!_io_error`, 4.3.5).
         socket.setsockopt(zmq.TCP_MAXRT, int(dead_after_s * 1000))
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, math.ceil(dead_after_s / 2)))
