@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,15 @@ WINDOW_S = 10.0
 PACE_S = 0.005
 """Slow enough that the two sides do not compete for the cores of one test machine."""
 STEPS = 32
+PATIENCE_S = 30.0
+"""A node that is ended joins again, honest, within this time."""
 LIMIT_MIB, LEAST_SHARE = 64.0, 0.9
+FOR_GOOD = ("its code cannot be loaded", "it cannot start its workers")
+"""Lies after which the node is never used again: it could not go on."""
+FLOODS = [("control", name) for name in lying.CONTROL if name not in FOR_GOOD]
 LIES = {
-    "stream": [("fragments", name) for name in lying.FRAGMENTS] + [("control", name) for name in lying.CONTROL],
-    "recv": [("answers", name) for name in lying.ANSWERS] + [("control", name) for name in lying.CONTROL],
+    "stream": [("fragments", name) for name in lying.FRAGMENTS] + FLOODS,
+    "recv": [("answers", name) for name in lying.ANSWERS] + FLOODS,
 }
 
 
@@ -60,6 +65,8 @@ class Report:
     lies: dict[str, int] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
     """Why the hostile node was ended, and how often."""
+    unpunished: list[str] = field(default_factory=list)
+    """Lies after which it was not ended."""
     good_lost: int = 0
     """Times that a good node was lost."""
     balance: dict[str, int] = field(default_factory=dict)
@@ -67,30 +74,47 @@ class Report:
 
 
 class Hostile:
-    """Asks the last node for one lie after the other, each when the one before was said."""
+    """Asks the last node for one lie after the other, each when it is there again after the one before."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder, draw = folder, random.Random(seed)
         self._lies = {how: itertools.cycle(draw.sample(lies, len(lies))) for how, lies in LIES.items()}
-        self.asked: Counter[str] = Counter()
         self.said: Counter[str] = Counter()
-        self._pending: str | None = None
+        self.unpunished: list[str] = []
+        """Lies after which it was not ended."""
         self._request = folder / f"lie-{NODES - 1}"
+        self._lie: str | None = None
+        self._sessions = 0
+        """How many it had when it was asked for that lie."""
+        self._said_at: float | None = None
+        self._next_look = 0.0
 
-    def go_on(self, how: str) -> None:
-        if self._request.exists():
+    def go_on(self, how: str, count_sessions: Callable[[], int]) -> None:
+        """Ask for another lie, if it is time to; `count_sessions` returns how often nodes have joined so far."""
+        now = time.monotonic()
+        if now < self._next_look:
             return
-        if self._pending is not None and self._request.with_suffix(".said").exists():
-            self.said[self._pending] += 1
+        self._next_look, sessions = now + 0.1, count_sessions()
+        if self._lie is not None and self._said_at is None and self._request.with_suffix(".said").exists():
             self._request.with_suffix(".said").unlink()
-        group, name = next(self._lies[how])
-        self._pending = f"{group}: {name}"
-        self.asked[self._pending] += 1
-        lying.ask_lie(self._folder, NODES - 1, group, name)
+            self.said[self._lie] += 1
+            self._said_at = now
+        if self._said_at is not None:
+            if sessions == self._sessions and now - self._said_at < PATIENCE_S:
+                return
+            if sessions == self._sessions:
+                self.unpunished.append(str(self._lie))
+            self._lie = self._said_at = None
+        if self._lie is None:
+            group, name = next(self._lies[how])
+            self._lie, self._sessions = f"{group}: {name}", sessions
+            lying.ask_lie(self._folder, NODES - 1, group, name)
 
     def rest(self) -> None:
         """Take back what was asked for and not said yet."""
-        self._request.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            self._request.unlink()
+            self._lie = None
 
 
 class Good:
@@ -104,13 +128,17 @@ class Good:
         )
         self.ledger.reset(envs.reset(seed=1)[0])
 
+    def _sessions(self) -> int:
+        """Return how often nodes have joined."""
+        return int(self._envs.stats()["events"]["node_joined"])
+
     def stream(self, end: float, hostile: Hostile | None) -> int:
         """Return how many rows of the good nodes came until `end`."""
         rows, before = 0, self._collector.stats()["dropped_fragments"]
         stream = self._collector.stream(STEPS, timeout_s=60.0)
         while time.monotonic() < end:
             if hostile is not None:
-                hostile.go_on("stream")
+                hostile.go_on("stream", self._sessions)
             with self._watch("stream"):
                 batch = next(stream)
             self.ledger.batch(batch, self._envs.events())
@@ -127,7 +155,7 @@ class Good:
         self._envs.send(actions)
         while True:
             if hostile is not None:
-                hostile.go_on("recv")
+                hostile.go_on("recv", self._sessions)
             is_last = time.monotonic() >= end
             with self._watch("recv"):
                 result = self._envs.recv(None if is_last else 1, timeout_s=60.0)
@@ -199,7 +227,7 @@ def _run(
     ratios = {how: [beside / alone for alone, beside in pairs] for how, pairs in report.rows_per_s.items()}
     report.share = statistics.median(ratio for of_one in ratios.values() for ratio in of_one)
     report.shares = {how: statistics.median(of_one) for how, of_one in ratios.items() if of_one}
-    report.lies = dict(hostile.said)
+    report.lies, report.unpunished = dict(hostile.said), hostile.unpunished
     _count_ends(report, names)
 
 
@@ -218,5 +246,7 @@ def _count_ends(report: Report, reasons: list[str]) -> None:
         report.problems.append(f"the head grew by {report.head_mib:.1f} MiB, more than {LIMIT_MIB:g}")
     if not its_own:
         report.problems.append("the hostile node was never named and ended")
+    if report.unpunished:
+        report.problems.append(f"not ended after: {', '.join(report.unpunished)}")
     if report.good_lost:
         report.problems.append(f"good nodes were lost {report.good_lost} times")
