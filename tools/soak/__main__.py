@@ -32,15 +32,19 @@ def main() -> int:
         print(json.dumps(asdict(found), indent=1))
         return bool(found.problems)
     print(f"soak: {arguments.minutes:g} minutes, seed {seed}", flush=True)
-    report = soak(
-        seed,
-        arguments.minutes,
-        arguments.folder,
-        workers=arguments.workers,
-        nodes=arguments.nodes,
-        every_s=arguments.every,
-        use_namespaces=False if arguments.loopback else None,
-    )
+    try:
+        report = soak(
+            seed,
+            arguments.minutes,
+            arguments.folder,
+            workers=arguments.workers,
+            nodes=arguments.nodes,
+            every_s=arguments.every,
+            use_namespaces=False if arguments.loopback else None,
+        )
+    except Exception as error:
+        print(f"soak: seed {seed}: {error}", file=sys.stderr)
+        raise
     print(json.dumps({name: value for name, value in asdict(report).items() if name != "recovery"}, indent=1))
     if report.problems:
         print(f"soak: seed {seed}: {'; '.join(report.problems)}", file=sys.stderr)
