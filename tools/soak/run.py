@@ -233,6 +233,9 @@ def _run(
                     break
                 if draw.random() < 0.25:
                     learner.reset()
+                if where.backend.max_nodes is not None and draw.random() < 0.25:
+                    with watch("scale"):
+                        envs.scale(draw.choice((report.nodes, where.backend.max_nodes)))
                 call(_Until(min(end, time.monotonic() + PHASE_S), sampler, learner))
         last = time.monotonic() + 5.0
         learner.step(lambda: time.monotonic() > last)  # every row that was made has come, or is lost
