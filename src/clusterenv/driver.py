@@ -52,7 +52,11 @@ _LOOK_EVERY = 16
 
 
 class Driver:
-    """All slots of a run, on the workers of one machine or of many."""
+    """All slots of a run, on the workers of one machine or of many.
+
+    Args:
+        requests: the ledger, where the executor reads it too.
+    """
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class Driver:
         blueprint: Blueprint,
         events: EventLog,
         node_of: list[int] | None = None,
+        requests: Requests | None = None,
     ) -> None:
         self.executor = executor
         self.slots_of = slots_of
@@ -74,7 +79,7 @@ class Driver:
         self.events = events
         self._inbox: deque[tuple[int, Any]] = deque()
         self._watched_at_s = 0.0
-        self._requests = Requests(len(slots_of))
+        self._requests = Requests(slots_of) if requests is None else requests
         self._workers = Workers(slots_of, self.node_of, recovery.warn_after_s)
         self.weights = WeightLedger(self.node_of)
         self._health = Health(self._workers, self._requests, self.weights, recovery)
@@ -103,16 +108,9 @@ class Driver:
         self.layout = layout = lay_out(agreed, self.num_envs, self.is_vector)
         buffers = Buffers(layout, self.executor.allocate(layout))
         self.rows = Delivery(self.num_envs, self.single_observation_space, buffers)
-        self._slots = Slots(self.mode)
+        self._slots = slots = Slots(self.mode)
         state = State(
-            self._workers,
-            self._slots,
-            self.rows,
-            self._requests,
-            incarnations,
-            self.weights,
-            self.events,
-            self.is_vector,
+            self._workers, slots, self.rows, self._requests, incarnations, self.weights, self.events, self.is_vector
         )
         attach = Attach(layout, self.single_observation_space, self.single_action_space)
         self._state = state
@@ -167,14 +165,14 @@ class Driver:
         if self._inbox or self._slots.records or requests.count:
             self.send_step(None, None)
             return None
-        requests.number = number = requests.number % 0xFFFF_FFFF + 1
+        requests.number = requests.step_all = number = requests.number % 0xFFFF_FFFF + 1
         workers, done = len(self.slots_of), 0
         try:
             answers = self.executor.step_all(number)
             done = workers if answers is None else answers[0]
         finally:
             if done < workers:
-                engine.spill(number, done, time.monotonic())
+                engine.spill(done, time.monotonic())
         if answers is not None:
             for worker, message in answers[1]:
                 if worker < done:
@@ -204,7 +202,7 @@ class Driver:
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], slots: list[int] | None = None
     ) -> list[Request]:
         """Call a method (or read an attribute) of every environment, or of these slots'; `results` waits for it."""
-        gone = tuple(self._state.slots.gone())
+        gone = tuple(slot for slot in self._state.slots.gone() if slots is None or slot in slots)
         if gone:
             raise WorkerLostError(
                 f"call({name!r}): the environments of slots {list(gone)} failed and are not back yet; "

@@ -113,7 +113,6 @@ class ClusterEnv(AsyncCalls):
         self._reader = ActionReader(self.single_action_space, self.num_envs, recovery.check)
         self._resumed: dict[str, Any] | None = None  # of the run that goes on, for the next collector
         self._stepper: Collector | None = None  # of `step(agent)`
-        self._attached: Collector | None = None  # whose policy the workers have
 
     # -- Gymnasium's face -------------------------------------------------------------------------------------
 
@@ -127,9 +126,7 @@ class ClusterEnv(AsyncCalls):
         """
         self._guard.check("reset")
         arguments = parameters.read_reset("reset", seed, options, self.num_envs)
-        dropped = self._driver.collecting.fragments.abandon()
-        if dropped and self._attached is not None:
-            self._attached.count_dropped(dropped)
+        self._driver.collecting.fragments.drop()
         self._send_reset(arguments)
         return self._finish_reset(arguments, None)
 
@@ -348,7 +345,8 @@ class ClusterEnv(AsyncCalls):
         Episodes in flight cannot be resumed: a later run begins every slot anew, with seeds not used before.
         """
         self._guard.check_open("state_dict")
-        collector = self._attached.state_dict() if self._attached is not None else None
+        attached = self._driver.weights.attached
+        collector = None if attached is None else attached.state_dict()
         return {"format": 1, "num_envs": self.num_envs, "pool": self._driver.state_dict(), "collector": collector}
 
     @uninterrupted

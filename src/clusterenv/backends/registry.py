@@ -1,7 +1,7 @@
-"""Finds backends by name: those of this package, and those that others ship by an entry point.
+"""Find backends by name: those of this package, and those of others by their entry points.
 
 A package registers its class in the group `clusterenv.backends`; `clusterenv script NAME`, the notes that `clusterenv
-gc` reads, and hints in errors use that name. A module is imported when its backend is asked for.
+gc` reads, and hints in errors use that name.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from clusterenv.errors import SpecError
-
-__all__ = ["GROUP", "OWN", "find", "names", "required", "written"]
 
 GROUP = "clusterenv.backends"
 

@@ -111,9 +111,9 @@ class CallGuard:
         """Raise where a slot (None: any) would be stepped past the end of its episode."""
         if not self.may_end:
             return
-        ended = self._driver.rows.ended if slots is None else self._driver.rows.ended[slots]
-        if ended.any():
-            over = np.flatnonzero(self._driver.rows.ended).tolist()
+        ended = self._rows.ended
+        if ended.any() if slots is None else ended[slots].any():
+            over = np.flatnonzero(ended).tolist()
             raise UsageError(
                 f"the episodes of slots {over} ended, and autoreset is DISABLED: "
                 "reset(options={'reset_mask': terminations | truncations}) first"

@@ -18,22 +18,6 @@ from clusterenv.arguments import closest, expect, refused
 from clusterenv.errors import ArgumentTypeError, SpecError, UsageError
 from clusterenv.spec import ObservationMode
 
-__all__ = [
-    "ResetArguments",
-    "check_recv",
-    "check_state",
-    "read_autoreset_mode",
-    "read_indices",
-    "read_mask",
-    "read_observation_mode",
-    "read_reset",
-    "read_seeds",
-    "read_send_slots",
-    "read_slots",
-    "read_timeout",
-    "read_values",
-]
-
 
 @dataclass(frozen=True)
 class ResetArguments:
@@ -52,8 +36,6 @@ def read_autoreset_mode(mode: AutoresetMode | str | None, is_vector: bool) -> Au
     """Return the mode; None: that of the vector environment of the user's own (`is_vector`)."""
     if mode is None:
         return None if is_vector else AutoresetMode.NEXT_STEP
-    if isinstance(mode, AutoresetMode):
-        return mode
     try:
         return AutoresetMode(mode)
     except ValueError:
