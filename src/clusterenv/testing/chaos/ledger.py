@@ -58,10 +58,10 @@ class _Slot:
     """The last one that a batch has named, and its life."""
     gap: int = 0
     """How many transitions may be missing before the next one, without another life."""
-    changes: int = 0
-    delivered: Counter[int] = field(default_factory=Counter)
+    changes: int = field(default=0, init=False)
+    delivered: Counter[int] = field(default_factory=Counter, init=False)
     """By life."""
-    dropped: Counter[int] = field(default_factory=Counter)
+    dropped: Counter[int] = field(default_factory=Counter, init=False)
 
 
 class Ledger:
