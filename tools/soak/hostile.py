@@ -41,9 +41,7 @@ STEPS = 32
 PATIENCE_S = 30.0
 """A node that is ended joins again, honest, within this time."""
 LIMIT_MIB, LEAST_SHARE = 64.0, 0.9
-FOR_GOOD = ("its code cannot be loaded", "it cannot start its workers")
-"""Lies after which the node is never used again: it could not go on."""
-FLOODS = [("control", name) for name in lying.CONTROL if name not in FOR_GOOD]
+FLOODS = [("control", name) for name in lying.CONTROL if name not in lying.FOR_GOOD]
 LIES = {
     "stream": [("fragments", name) for name in lying.FRAGMENTS] + FLOODS,
     "recv": [("answers", name) for name in lying.ANSWERS] + FLOODS,

@@ -251,6 +251,10 @@ LIES = {"answers": ANSWERS, "acted": ACTED, "fragments": FRAGMENTS, "calls": CAL
 LIES["control"] = CONTROL
 
 
+FOR_GOOD = ("its code cannot be loaded", "it cannot start its workers")
+"""Lies after which a node is never used again."""
+
+
 def ask_lie(folder: Path, node: int, group: str, name: str) -> None:
     """Have this node lie about the next message that the lie is about."""
     request = folder / f"lie-{node}"
@@ -264,7 +268,8 @@ def lie_acts(folder: Path, nodes: Sequence[int]) -> dict[Kind, Act]:
     def act(fault: faults.Fault) -> None:
         draw = random.Random(fault.random)
         group = draw.choice(["answers", "fragments", "control"])
-        ask_lie(folder, draw.choice(list(nodes)), group, draw.choice(list(LIES[group])))
+        names = [name for name in LIES[group] if name not in FOR_GOOD]  # or a long run is left without nodes
+        ask_lie(folder, draw.choice(list(nodes)), group, draw.choice(names))
 
     return {Kind.LIE: act}
 
