@@ -80,12 +80,12 @@ def trace(name: str, timeout_s: float = 300.0) -> list[Crossed]:
 
 
 def documented(name: str) -> list[str]:
-    """Return the functions that the paragraph of docs/architecture.md about this walk names, each once."""
-    walks = (ROOT / "docs" / "architecture.md").read_text().partition("## Three walks")[2].partition("\n## ")[0]
-    paragraph = walks.partition(f"**A{name[1:]}.**")[2].partition("\n\n")[0]
-    if not paragraph:
+    """Return the functions that docs/architecture.md names for this walk, each once."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    walk = page.partition(f"\n### A{name[1:]}\n")[2].partition("\n##")[0]
+    if not walk:
         raise SystemExit(f"docs/architecture.md does not tell the walk {name!r}")
-    return list(dict.fromkeys(re.findall(r"`(\w+\.\w+)`", paragraph)))
+    return list(dict.fromkeys(re.findall(r"`(\w+\.\w+)`", walk)))
 
 
 @contextlib.contextmanager
