@@ -11,7 +11,7 @@ import msgspec
 
 from clusterenv.code.packages import Wanted
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
