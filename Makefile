@@ -14,7 +14,7 @@ REAL := slurm or ray or kubernetes
 # How many processes run the tests of `make test`.
 JOBS ?= 2
 
-.PHONY: demo test test-long test-examples test-network test-clusters test-smoke check tour format bench paper paper-quick clean
+.PHONY: demo test test-long test-examples test-network test-clusters test-smoke check tour format bench soak paper paper-quick clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -62,6 +62,11 @@ format: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks $(BENCH)
+
+# An hour of random faults: no hang, an exact ledger, flat memory. Report, samples and plot go to runs/soak. Without root
+# its nodes are processes over loopback. `SOAK="--hostile --minutes 5"`: a node that lies beside three good ones.
+soak: $(VENV)/.ready
+	$(BIN)/python -m tools.soak $(SOAK)
 
 # What adaptive synchronization is worth. Runs what is missing of the raw lines (hours), then makes docs/evidence.md anew.
 paper: $(VENV)/.ready

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,14 +39,11 @@ def _install(folder, source):
         # Also on return: whoever waits for a message was called before the walk began.
         if not on[0] or event not in ("call", "return"):
             return
-        code, caller = frame.f_code, frame.f_back
-        while caller is not None and not caller.f_code.co_filename.startswith(source):
-            caller = caller.f_back
-        called_by = "" if caller is None else caller.f_code.co_filename
-        if (code, called_by) not in seen:
-            seen.add((code, called_by))
+        code = frame.f_code
+        if code not in seen:
+            seen.add(code)
             if code.co_filename.startswith(source) and not code.co_name.startswith("<"):
-                fields = (code.co_filename, code.co_qualname, str(code.co_firstlineno), called_by)
+                fields = (code.co_filename, code.co_qualname, str(code.co_firstlineno))
                 os.write(out, ("\\t".join(fields) + "\\n").encode())
 
     threading.setprofile(note)
@@ -62,8 +60,10 @@ class Crossed(NamedTuple):
     file: str
     name: str
     line: int
-    is_entered: bool
-    """It was called from another file, or by nobody of ours."""
+
+    def is_called(self, name: str) -> bool:
+        """Return whether `name` means this function: `Class.method`, or `module.function`."""
+        return name in (self.name, f"{Path(self.file).stem}.{self.name}")
 
 
 def trace(name: str, timeout_s: float = 300.0) -> list[Crossed]:
@@ -75,12 +75,17 @@ def trace(name: str, timeout_s: float = 300.0) -> list[Crossed]:
         env = {**os.environ, "PYTHONPATH": path, FOLDER: folder, f"{FOLDER}_SOURCE": f"{SOURCE}{os.sep}"}
         subprocess.run([sys.executable, "-m", "tools.walks", name], env=env, cwd=ROOT, check=True, timeout=timeout_s)
         lines = Path(folder, "crossed").read_text().splitlines()
-    entered: dict[tuple[str, str, int], bool] = {}
-    for line in lines:
-        file, qualname, number, called_by = line.split("\t")
-        key = (os.path.relpath(file, SOURCE), qualname, int(number))
-        entered[key] = entered.get(key, False) or called_by != file
-    return sorted(Crossed(*key, is_entered) for key, is_entered in entered.items())
+    found = {tuple(line.split("\t")) for line in lines}
+    return sorted(Crossed(os.path.relpath(file, SOURCE), name, int(number)) for file, name, number in found)
+
+
+def documented(name: str) -> list[str]:
+    """Return the functions that docs/architecture.md names for this walk, each once."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    walk = page.partition(f"\n### A{name[1:]}\n")[2].partition("\n##")[0]
+    if not walk:
+        raise SystemExit(f"docs/architecture.md does not tell the walk {name!r}")
+    return list(dict.fromkeys(re.findall(r"`(\w+\.\w+)`", walk)))
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     node.add_argument("--key-timeout-s", type=float, default=60.0, help="how long to wait for a missing key file")
     node.add_argument("--key-sha256", metavar="HEX", help="accept a key file of any owner with this SHA-256")
     node.add_argument("--lease-s", type=float, default=60.0, help="end when the script is gone for so long")
-    node.add_argument("--dead-after-s", type=float, default=60.0, help="a silent connection counts as gone")
+    node.add_argument("--dead-after-s", type=float, default=60.0, help="dial again after so long without a message")
     node.add_argument("--grace-s", type=float, default=30.0, help="from SIGTERM until the scheduler kills this process")
     node.add_argument("--no-pickle", action="store_true", help="accept ids, arguments and weights, but no code")
     node.add_argument("--mounted", action="store_true", help="the key is a mounted Secret: do not check its owner")

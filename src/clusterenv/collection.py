@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from clusterenv.driver import Driver
 from clusterenv.engine.collecting.assembly import Part, end_episodes, put_together, size_of
-from clusterenv.engine.collecting.fragments import Fragment
+from clusterenv.engine.collecting.fragments import Fragment, OnLoss
 from clusterenv.engine.collecting.synchronization import Synchronization
 from clusterenv.engine.collecting.weights import Machine
 from clusterenv.errors import DeadlineError, EnvError, PolicyError, WorkerLostError
@@ -70,7 +70,7 @@ class Collection:
 
     # -- rollouts ---------------------------------------------------------------------------------------------
 
-    def start_rollout(self, num_steps: int, on_loss: Literal["rerun", "mask"]) -> None:
+    def start_rollout(self, num_steps: int, on_loss: OnLoss) -> None:
         self._prepare(num_steps)
         self.fragments.start_rollout(num_steps, on_loss, self.counts)
         self._begin()

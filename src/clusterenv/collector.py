@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from clusterenv.code.missing import carry, dumps, why
 from clusterenv.collection import Collection
 from clusterenv.engine.collecting.collecting import Attached
 from clusterenv.engine.collecting.counters import Counters
-from clusterenv.engine.collecting.fragments import Mode
+from clusterenv.engine.collecting.fragments import Mode, OnLoss
 from clusterenv.engine.collecting.synchronization import Synchronization
 from clusterenv.errors import PolicyError, UsageError
 from clusterenv.events import emit
@@ -51,19 +51,19 @@ class Collector:
         sync: Rule | None = None,
         info_keys: Sequence[str] = (),
         seed: int | None = None,
-        on_loss: Literal["rerun", "mask"] = "rerun",
+        on_loss: OnLoss = "rerun",
         prefetch: bool = False,
         codec: Codec | None = None,
     ) -> None:
         expect("collector", "info_keys", info_keys, Sequence[str])
         expect("collector", "seed", seed, int | None, least=0)
-        expect("collector", "on_loss", on_loss, Literal["rerun", "mask"])
+        expect("collector", "on_loss", on_loss, OnLoss)
         expect("collector", "prefetch", prefetch, bool)
         seed = None if seed is None else int(seed)
         self._envs = envs
         self._driver = envs._driver
         self.seed = seed
-        self._on_loss: Literal["rerun", "mask"] = on_loss
+        self._on_loss: OnLoss = on_loss
         self._prefetch = prefetch
         self._policy = as_policy(agent)
         self.agent = agent
@@ -269,7 +269,7 @@ class Collector:
         self._sync.policy = self._sync.policy._replace(seed=state["seed"])
         if self._sync.is_attached:
             self._sync.detach()  # what the workers have is of other versions, under the same numbers
-        self._counts.counts = dict(state["counts"])
+        self._counts.counts |= state["counts"]
 
     # -- looking ----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from gymnasium import Space
@@ -24,6 +24,7 @@ from clusterenv.arguments import expect
 from clusterenv.backends import Local
 from clusterenv.backends.contract import Backend, check_backend
 from clusterenv.collector import Collector
+from clusterenv.engine.collecting.fragments import OnLoss
 from clusterenv.errors import PendingCallError, PolicyError, UsageError
 from clusterenv.events import Event, EventLog
 from clusterenv.policy import is_agent
@@ -297,7 +298,7 @@ class ClusterEnv(AsyncCalls):
         sync: Rule | None = None,
         info_keys: Sequence[str] = (),
         seed: int | None = None,
-        on_loss: Literal["rerun", "mask"] = "rerun",
+        on_loss: OnLoss = "rerun",
         prefetch: bool = False,
         codec: Codec | None = None,
     ) -> Collector:

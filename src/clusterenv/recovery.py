@@ -32,8 +32,10 @@ class Recovery:
     init_timeout_s: float | None = 600.0
     """Longest time that building one environment may take; None: no limit."""
     reset_timeout_s: float | None = 600.0
+    """Longest time for one `reset` of one environment."""
     step_timeout_s: float | None = 600.0
-    """Longest time for one `step` of one environment. Its worker is killed and replaced after it."""
+    """Longest time for one `step` of one environment, one method that `call` calls, one forward pass of the policy. The
+    worker is killed and replaced after it."""
     warn_after_s: float | None = 30.0
     """Warn, with slot and line, when one call of an environment takes longer, and again after twice that time; None:
     never. A signal asks the worker for the line: a `poll` or `nanosleep` of the simulator's own may return EINTR."""
@@ -58,13 +60,10 @@ class Recovery:
         if min(self.backoff_s) < 0:
             raise SpecError(f"Recovery(backoff_s={self.backoff_s!r}): must be 0 or more seconds")
 
-    def timeout_s(self, phase: str) -> float | None:
-        """The limit for one environment call in this phase."""
-        if phase == "init":
-            return self.init_timeout_s
-        if phase == "reset":
-            return self.reset_timeout_s
-        return self.step_timeout_s
+    def timeout_of(self, phase: str) -> tuple[str, float | None]:
+        """Return the limit for one environment call in this phase: the name of the option, and its value."""
+        name = f"{phase}_timeout_s" if phase in ("init", "reset") else "step_timeout_s"
+        return name, getattr(self, name)
 
 
 class RestartBook:

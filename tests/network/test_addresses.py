@@ -17,8 +17,8 @@ from clusterenv.backends import cluster as network
 from clusterenv.backends.launch import addresses
 from clusterenv.cluster.ending import Ending
 from clusterenv.transport.keys import read_joining
-from namespace_cluster import Namespaces, agent_command
-from netns import Network, Proxy
+from namespace_cluster import Namespaces, Proxy, agent_command
+from netns import Network
 
 ID = "CartPole-v1"
 on_network = pytest.mark.network

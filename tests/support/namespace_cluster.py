@@ -5,35 +5,49 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import msgspec
+from typing import Any, Literal
 
 import clusterenv as ce
 from clusterenv.backends.contract import Plan
 from clusterenv.backends.launch.logs import read_tail
 from clusterenv.backends.remote import Remote
-from clusterenv.transport.keys import read_joining, write_joining
-from netns import Network, Proxy
+from clusterenv.testing import chaos
+from netns import Host, Network
+
+PROGRAM = ("-m", "clusterenv", "node")
 
 
 def agent_command(
-    plan_or_path: Any, node: int = 0, lease_s: float = 60.0, dead_after_s: float | None = None
+    plan_or_path: Any,
+    node: int = 0,
+    lease_s: float = 60.0,
+    dead_after_s: float | None = None,
+    program: Sequence[str] = PROGRAM,
 ) -> list[str]:
     import sys
 
     path = plan_or_path.files[node] if isinstance(plan_or_path, Plan) else plan_or_path
     limits = ["--lease-s", str(lease_s), "--dead-after-s", str(lease_s if dead_after_s is None else dead_after_s)]
-    return [sys.executable, "-m", "clusterenv", "node", "--join", str(path), *limits]
+    return [sys.executable, *program, "--join", str(path), *limits]
+
+
+class Proxy(chaos.Proxy):
+    """A proxy on a machine of a `Network`."""
+
+    def __init__(self, host: Host, target: tuple[str, int], listen: tuple[str, int] | None = None) -> None:
+        super().__init__(target, listen or (host.address, 0), host.popen)
 
 
 class NamespaceJobs:
     """`Jobs` whose machines are namespaces."""
 
-    def __init__(self, net: Network, plan: Plan, dead_after_s: float | None = None) -> None:
-        self.net, self.plan, self.dead_after_s = net, plan, dead_after_s
+    def __init__(
+        self, net: Network, plan: Plan, dead_after_s: float | None = None, program: Sequence[str] = PROGRAM
+    ) -> None:
+        self.net, self.plan, self.dead_after_s, self.program = net, plan, dead_after_s, program
         self.agents: dict[int, subprocess.Popen[Any]] = {}
         self.is_full = False  # whether there is no machine to be had
 
@@ -45,8 +59,10 @@ class NamespaceJobs:
         if self.is_full:
             raise ce.StartError("no machine is free")
         with (self.plan.folder / f"node-{node}.log").open("ab") as log:
-            command = agent_command(self.plan, node, self.plan.lease_s, self.dead_after_s)
-            self.agents[node] = self.net.nodes[node].popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            command = agent_command(self.plan, node, self.plan.lease_s, self.dead_after_s, self.program)
+            self.agents[node] = self.net.nodes[node % len(self.net.nodes)].popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
 
     def state(self, node: int) -> str:
         return ""
@@ -73,8 +89,11 @@ class Namespaces(Remote):
 
     nodes: int = field(init=False)
     net: Network
-    through_proxy: bool = False
+    through_proxy: bool | Literal["each"] = False
+    """Whether nodes dial the head through a proxy on the first one's machine, or each through one on its own."""
     dead_after_s: float | None = None
+    program: tuple[str, ...] = PROGRAM
+    """What Python is to run as the agent."""
     jobs: list[NamespaceJobs] = field(default_factory=list)
     proxies: list[Proxy] = field(default_factory=list)
     start_timeout_s: float = field(default=60.0, kw_only=True)
@@ -90,21 +109,14 @@ class Namespaces(Remote):
 
     def launch(self, plan: Plan) -> NamespaceJobs:
         if self.through_proxy:
-            self._divert(plan)
-        self.jobs[:] = [NamespaceJobs(self.net, plan, self.dead_after_s)]
+            chaos.divert(plan, self._proxy)
+        self.jobs[:] = [NamespaceJobs(self.net, plan, self.dead_after_s, self.program)]
         return self.jobs[0]
 
-    def _divert(self, plan: Plan) -> None:
-        """Key files that name a proxy on the first node's machine."""
-        for path in plan.files:
-            joining = read_joining(path)
-            if not self.proxies:
-                host, port = joining.address.removeprefix("tcp://").split(":")
-                # Started from another thread: the head's own waits here.
-                self.proxies.append(Proxy(self.net.nodes[0], (host, int(port))))
-            address = "tcp://{}:{}".format(*self.proxies[0].address)
-            path.unlink()
-            write_joining(path, msgspec.structs.replace(joining, address=address))
+    def _proxy(self, node: int, head: tuple[str, int]) -> Proxy:
+        if self.through_proxy == "each" or not self.proxies:
+            self.proxies.append(Proxy(self.net.nodes[node % self.nodes], head))
+        return self.proxies[-1]
 
 
 def pods(cluster: Any, nodes: int = 2, **kwargs: Any) -> ce.Kubernetes:

@@ -1,43 +1,32 @@
-"""A head and several machines on one Linux box: network namespaces, breakable links and a breakable TCP proxy.
+"""A head and several machines on one Linux box: network namespaces and breakable links.
 
 Each host has a namespace of its own with one interface, ``eth0``, whose other end is a port of a bridge in one
 further namespace, the switch. Nothing is ever created in the namespace of the caller.
 """
 
-import asyncio
 import contextlib
 import ctypes
-import fcntl
 import ipaddress
 import itertools
-import json
 import os
 import select
 import shutil
 import signal
-import socket
-import struct
 import subprocess
 import sys
-import termios
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
-Way = Literal["to_target", "to_client"]
 Direction = Literal["out", "in", "both"]
 
 CLONE_NEWNET = 0x40000000
 SUBNET = ipaddress.ip_network("10.77.0.0/16")
 PORT_GROUP = 7  # lets one command delete every link
 CHUNK = 64 * 1024
-BUFFER = 256 * 1024  # the proxy's socket buffers: small, so that a stall soon blocks the sender
-DELAY_LINE_CHUNKS = 512
-REPLY_TIMEOUT = 10.0
 KILL_TIMEOUT = 5.0
 _counter = itertools.count()
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -314,270 +303,5 @@ class Network:
             self._guard.wait()
 
 
-class Counts(NamedTuple):
-    """What a proxy has seen since its start."""
-
-    to_target: int
-    to_client: int
-    accepted: int
-    open: int
-    cuts: int
-
-
-class Proxy:
-    """A TCP proxy (IPv4), a process inside a host's namespace. Every command has taken effect when it returns."""
-
-    def __init__(self, host: Host, target: tuple[str, int], listen: tuple[str, int] | None = None) -> None:
-        ip, port = listen or (host.address, 0)
-        self._lock = threading.Lock()
-        self._process = host.popen(
-            _program("proxy", ip, port, *target), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        try:
-            self.address: tuple[str, int] = (ip, self._reply())
-        except BaseException:
-            self.close()
-            raise
-
-    def _reply(self) -> Any:
-        assert self._process.stdout
-        ready, _, _ = select.select([self._process.stdout], [], [], REPLY_TIMEOUT)
-        line = self._process.stdout.readline() if ready else b""
-        if not line:
-            raise RuntimeError(f"the proxy {'ended' if ready else 'does not answer'} (status {self._process.poll()})")
-        return json.loads(line)
-
-    def _ask(self, command: str, *args: object) -> Any:
-        with self._lock:
-            assert self._process.stdin
-            self._process.stdin.write(json.dumps([command, *args]).encode() + b"\n")
-            self._process.stdin.flush()
-            return self._reply()
-
-    def cut(self) -> None:
-        """Reset (RST) every connection on both sides, whatever is on its way; disarm cut_after."""
-        self._ask("cut")
-
-    def cut_after(self, n_bytes: int, direction: Way) -> None:
-        """Cut once, when exactly so many bytes from now on, over all connections, have reached the receiving kernel."""
-        self._ask("cut_after", n_bytes, direction)
-
-    def stall(self) -> None:
-        """Forward nothing more, in either direction, and keep all connections; new ones are held too."""
-        self._ask("stall")
-
-    def go_on(self) -> None:
-        """Undo stall; nothing was lost."""
-        self._ask("go_on")
-
-    def refuse(self, refused: bool) -> None:
-        """Refuse new connections (ECONNREFUSED), or accept them again on the same port; open ones stay."""
-        self._ask("refuse", refused)
-
-    def delay(self, seconds: float) -> None:
-        """Deliver what comes from now on so much later, in each direction; the rate stays (up to 32 MiB on the way)."""
-        self._ask("delay", seconds)
-
-    def counts(self) -> Counts:
-        """Bytes forwarded in each direction, connections and cuts."""
-        return Counts(*self._ask("counts"))
-
-    def close(self) -> None:
-        """End the proxy; its connections are reset."""
-        with self._process:  # reaps it and closes the pipes
-            self._process.kill()
-
-    def __enter__(self) -> "Proxy":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class _Relay:
-    """The proxy's inside: one asyncio loop, so that a command falls between two sends and never into one."""
-
-    def __init__(self, listen: tuple[str, int], target: tuple[str, int]) -> None:
-        self._target = target
-        self._loop = asyncio.get_running_loop()
-        self._running = asyncio.Event()
-        self._running.set()
-        self._delay = 0.0
-        self._passed: dict[Way, int] = {"to_target": 0, "to_client": 0}
-        self._left: dict[Way, int | None] = {"to_target": None, "to_client": None}  # bytes until the cut
-        self._accepted = self._cuts = 0
-        self._connections: dict[asyncio.Task[None], dict[Way, socket.socket]] = {}  # each way's receiving socket
-        self._cutting: dict[Way, asyncio.Task[None]] = {}  # the loop itself keeps only weak references
-        self._address = listen
-        self._open()
-
-    def _socket(self) -> socket.socket:
-        """A socket; those accepted from it inherit its options."""
-        made = socket.socket()
-        made.setblocking(False)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER // 2)  # the kernel doubles it
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER // 2)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close means RST
-        return made
-
-    def _open(self) -> None:
-        self._listener = self._socket()
-        self._listener.bind(self._address)
-        self._listener.listen(128)
-        self._address = self._listener.getsockname()
-        self._accepting = self._loop.create_task(self._accept())
-
-    async def _accept(self) -> None:
-        while True:
-            self._admit((await self._loop.sock_accept(self._listener))[0])
-
-    def _admit(self, client: socket.socket) -> None:
-        ends: dict[Way, socket.socket] = {"to_target": self._socket(), "to_client": client}
-        task = self._loop.create_task(self._serve(client, ends["to_target"]))
-        task.add_done_callback(self._dismiss)  # unlike a finally, it also runs when the task is cancelled unstarted
-        self._accepted += 1
-        self._connections[task] = ends
-
-    def _dismiss(self, task: asyncio.Task[None]) -> None:
-        for end in self._connections.pop(task).values():
-            end.close()
-        if not task.cancelled():
-            task.result()  # shows an error of the proxy itself
-
-    async def _serve(self, client: socket.socket, server: socket.socket) -> None:
-        steps: list[asyncio.Task[None]] = []
-        try:
-            await self._running.wait()
-            await self._loop.sock_connect(server, self._target)
-            steps += self._pump(client, server, "to_target") + self._pump(server, client, "to_client")
-            await asyncio.gather(*steps)
-            for end in (client, server):  # both directions have ended in order: no reset
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
-        except OSError:
-            pass  # a side broke, or the target refused: both are reset
-        finally:
-            for step in steps:
-                step.cancel()
-            await asyncio.gather(*steps, return_exceptions=True)
-
-    def _pump(self, source: socket.socket, sink: socket.socket, way: Way) -> list[asyncio.Task[None]]:
-        line: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(DELAY_LINE_CHUNKS)
-        return [self._loop.create_task(step) for step in (self._read(source, line), self._deliver(line, sink, way))]
-
-    async def _read(self, source: socket.socket, line: asyncio.Queue[tuple[float, bytes]]) -> None:
-        data = b"-"
-        while data:
-            await self._running.wait()
-            data = await self._loop.sock_recv(source, CHUNK)
-            await line.put((self._loop.time() + self._delay, data))
-            if not self._delay:
-                await line.join()  # hold one chunk at most, so that a slow receiver slows the sender
-
-    async def _deliver(self, line: asyncio.Queue[tuple[float, bytes]], sink: socket.socket, way: Way) -> None:
-        while True:
-            due, data = await line.get()
-            await asyncio.sleep(due - self._loop.time())
-            rest = memoryview(data)
-            while rest:
-                rest = rest[await self._send(sink, rest, way) :]
-            await self._running.wait()
-            line.task_done()
-            if not data:
-                sink.shutdown(socket.SHUT_WR)
-                return
-
-    async def _send(self, sink: socket.socket, data: memoryview, way: Way) -> int:
-        """Hand over some bytes: as many as the kernel takes and cut_after leaves."""
-        while True:
-            await self._running.wait()
-            left = self._left[way]
-            if left == 0:
-                await asyncio.sleep(0.001)  # the cut is coming
-                continue
-            try:
-                sent = sink.send(data[:left])
-            except BlockingIOError:
-                await self._writable(sink)
-                continue
-            self._passed[way] += sent
-            if left is not None:
-                self._arm(left - sent, way)
-            return sent
-
-    async def _writable(self, sink: socket.socket) -> None:
-        ready = self._loop.create_future()
-        self._loop.add_writer(sink, lambda: None if ready.done() else ready.set_result(None))
-        try:
-            await ready
-        finally:
-            self._loop.remove_writer(sink)
-
-    def _arm(self, left: int, way: Way) -> None:
-        self._left[way] = left
-        if left == 0:
-            self._cutting[way] = self._loop.create_task(self._cut_delivered(way))
-
-    async def _cut_delivered(self, way: Way) -> None:
-        # A reset throws away what the sending kernel still holds, so first let the receiver acknowledge everything.
-        cuts = self._cuts
-        while self._left[way] == 0 and self._cuts == cuts:
-            sinks = [connection[way] for connection in self._connections.values()]
-            if not any(struct.unpack("i", fcntl.ioctl(sink, termios.TIOCOUTQ, b"\0" * 4))[0] for sink in sinks):
-                await self._cut()
-                return
-            await asyncio.sleep(0.001)
-
-    async def _cut(self) -> None:
-        self._left = {"to_target": 0, "to_client": 0}  # no byte more, although the tasks end some steps later
-        self._cuts += 1
-        with contextlib.suppress(OSError):  # also what the kernel has accepted and this loop has not
-            while True:
-                self._admit(self._listener.accept()[0])
-        tasks = list(self._connections)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._left = {way: left or None for way, left in self._left.items()}
-
-    async def obey(self, command: str, *args: Any) -> object:
-        match command:
-            case "cut":
-                await self._cut()
-            case "cut_after":
-                self._arm(*args)
-            case "stall":
-                self._running.clear()
-            case "go_on":
-                self._running.set()
-            case "delay":
-                (self._delay,) = args
-            case "refuse" if args[0]:
-                self._accepting.cancel()
-                await asyncio.gather(self._accepting, return_exceptions=True)
-                self._listener.close()
-            case "refuse" if self._accepting.done():
-                self._open()
-            case "counts":
-                return [*self._passed.values(), self._accepted, len(self._connections), self._cuts]
-        return None
-
-    async def control(self) -> None:
-        """Obey one JSON line after the other until the owner's end of the pipe closes."""
-        commands = asyncio.StreamReader()
-        await self._loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
-        print(self._address[1], flush=True)
-        while line := await commands.readline():
-            print(json.dumps(await self.obey(*json.loads(line))), flush=True)
-
-
-async def _proxy(ip: str, port: str, target_ip: str, target_port: str) -> None:
-    await _Relay((ip, int(port)), (target_ip, int(target_port))).control()
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "guard":
-        _guard(int(sys.argv[2]), sys.argv[3:])
-    else:
-        asyncio.run(_proxy(*sys.argv[2:]))
+    _guard(int(sys.argv[2]), sys.argv[3:])

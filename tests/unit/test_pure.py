@@ -15,6 +15,7 @@ from clusterenv.backends.local import split
 from clusterenv.engine.health import PaceWatch
 from clusterenv.engine.workers import Workers
 from clusterenv.events import Event
+from clusterenv.memory.progress import PHASES
 from clusterenv.memory.rows import assemble, flatten, leaves_of, make_layout
 from clusterenv.recovery import RestartBook
 from clusterenv.wire import infos
@@ -28,6 +29,12 @@ def test_the_first_restart_is_immediate_then_it_backs_off_up_to_a_limit():
     waits = [book.failed("slot 0", "x", now) - now for now in (0.0, 10.0, 20.0, 30.0, 40.0)]
     assert waits == [0.0, 1.0, 2.0, 4.0, 5.0]
     assert book.failed("slot 1", "x", 50.0) == 50.0, "each subject has a history of its own"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_limit_of_every_phase_has_the_name_of_an_option(phase):
+    name, value = ce.Recovery(init_timeout_s=1, reset_timeout_s=2, step_timeout_s=3).timeout_of(phase)
+    assert (name, value) in [("init_timeout_s", 1), ("reset_timeout_s", 2), ("step_timeout_s", 3)]
 
 
 def test_failures_leave_the_window():

@@ -27,7 +27,6 @@ class Health:
 
     def __init__(self, workers: Workers, requests: Requests, weights: WeightLedger, recovery: Recovery) -> None:
         self._workers = workers
-        self._weights = weights
         self._requests = requests
         self._weights = weights
         self._recovery = recovery
@@ -43,19 +42,20 @@ class Health:
         if self._weights.is_travelling(index):  # its requests wait on its node: it has not begun them
             worker.asked(now_s)
             return None
-        stuck_s, limit_s = worker.stuck_s(at, now_s), self._recovery.timeout_s(phase)
+        stuck_s, (option, limit_s) = worker.stuck_s(at, now_s), self._recovery.timeout_of(phase)
         if limit_s is not None and stuck_s > limit_s:
-            worker.killed(f"hung for {stuck_s:.1f} s ({phase}_timeout_s={limit_s})")
+            worker.killed(f"hung for {stuck_s:.1f} s ({option}={limit_s})")
             return Kill(index)
         return TraceStack(index) if at[0] >= 0 and worker.is_warning_due(stuck_s) else None
 
     def long_call(self, index: int, stack: str, at: Progress, now_s: float) -> Event | None:
         """Return a warning of a worker that has been in one call for long; `stack` says where. None: it went on."""
         slot, phase, _ = at
-        stuck_s, limit_s = self._workers[index].stuck_s(at, now_s), self._recovery.timeout_s(PHASES[phase])
+        stuck_s = self._workers[index].stuck_s(at, now_s)
+        option, limit_s = self._recovery.timeout_of(PHASES[phase])
         if stuck_s == 0.0:
             return None
-        limit = "no limit" if limit_s is None else f"{PHASES[phase]}_timeout_s={limit_s:g}"
+        limit = "no limit" if limit_s is None else f"{option}={limit_s:g}"
         place = innermost_line(stack)
         reason = f"worker {index} has been in one call for {stuck_s:.0f} s ({limit}){' at ' * bool(place)}{place}"
         return Event("long_call", reason, (slot,), index, PHASES[phase], detail=stack)

@@ -30,7 +30,7 @@ class Exit(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Where a worker is: what `Executor.stack` asked for."""
+    """Where a worker is: what `Processes.stack` asked for."""
 
     text: str
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import socket as tcp
 import struct
@@ -72,8 +73,13 @@ class HeadSocket:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, _WAITING)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(dead_after_s * 250)))
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(dead_after_s * 1000))
+        # The kernel ends connections to machines that are gone, not heartbeats of libzmq: those abort this process
+        # where a connection has broken of which more than RCVHWM messages wait to be read (`!_io_error`, 4.3.5).
+        socket.setsockopt(zmq.TCP_MAXRT, int(dead_after_s * 1000))
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, math.ceil(dead_after_s / 2)))
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, math.ceil(dead_after_s / 4)))
+        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 2)
         socket.setsockopt(zmq.IPV6, ":" in host)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._accepted: dict[int, int] = {}

@@ -158,7 +158,7 @@ class FragmentResult(NamedTuple):
     """What a fragment holds beside its arrays. Columns are counted within the worker."""
 
     num_steps: int
-    """Fewer than asked for only where the policy failed."""
+    """Fewer than asked for where the policy failed, or the node was asked to leave."""
     version: int
     finals: Finals
     episodes: list[tuple[int, int, float, int, dict[str, Any]]]

@@ -1,7 +1,8 @@
 """Collecting with a policy on the workers: what each worker is sent before it acts, and what its answers mean. Pure.
 
 `Collector` attaches a policy and starts fragments; the weights that a worker has to load come from the weight ledger.
-The unfinished fragment of a worker that is lost is dropped whole and run again by its replacement: nothing is spliced.
+The unfinished fragment of a worker that is lost is dropped whole: nothing is spliced. In a rollout its replacement
+runs it again, unless `on_loss="mask"`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,10 @@ from typing import Literal
 from clusterenv.engine.collecting.counters import Counters
 from clusterenv.wire.requests import FragmentResult
 
-__all__ = ["Fragment", "FragmentState", "Fragments", "Mode"]
+__all__ = ["Fragment", "FragmentState", "Fragments", "Mode", "OnLoss"]
+
+OnLoss = Literal["rerun", "mask"]
+"""What becomes of the unfinished fragment of a worker that is lost in a rollout."""
 
 
 class FragmentState(enum.Enum):
@@ -58,8 +61,7 @@ class Fragments:
         self.num_steps = 0
         self.owner: Counters | None = None
         """Where what becomes of them is counted: of the collector that they were started for."""
-        self.on_loss: Literal["rerun", "mask"] = "rerun"
-        """What becomes of the unfinished fragment of a worker that is lost in a rollout."""
+        self.on_loss: OnLoss = "rerun"
         self._of: list[list[Fragment]] = [[] for _ in range(workers)]
         self._side = 0
         self._num_sides = 2
@@ -86,7 +88,7 @@ class Fragments:
 
     # -- beginning --------------------------------------------------------------------------------------------
 
-    def start_rollout(self, num_steps: int, on_loss: Literal["rerun", "mask"], owner: Counters) -> None:
+    def start_rollout(self, num_steps: int, on_loss: OnLoss, owner: Counters) -> None:
         self._start(Mode.ROLLOUT, num_steps, owner)
         self.on_loss = on_loss
         self._side = 1 - self._side

@@ -1,7 +1,7 @@
 """When weights travel: rules as frozen data, decisions as pure functions.
 
-The head tells a node how its version stands to the newest (`Standing`: a few numbers, no weights); the node's rule
-answers whether to pull. A user's own function `rule(standing) -> bool` is evaluated at the head.
+The head applies the rule for each machine, to how the version that it acts with compares with the newest (`Standing`: a
+few numbers, no weights). A user's own rule is a function `rule(standing) -> bool`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
-"""A node with a valid key that lies: a real agent process that alters what it says, once, when the test asks for it.
+"""A node with a valid key that lies: a real agent process that alters what it says, when it is asked to.
 
-`Lying` is the backend: nodes on this machine over loopback, of which the last one lies. Run as a script, this file is
-that node's agent. Its replacement is honest.
+Run as a script, this file is that agent; it takes the options of `clusterenv node`. It does as others do until a file
+in the folder that `CLUSTERENV_LIES` names asks it for a lie (`ask_lie`), and again after that lie. `Lying` is a backend
+over loopback whose last node is such a one.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -20,15 +24,32 @@ import numpy as np
 from clusterenv.backends.contract import Plan
 from clusterenv.backends.loopback import AgentProcesses, Loopback
 from clusterenv.node.agent import Agent
-from clusterenv.transport.keys import await_joining
+from clusterenv.testing.chaos import faults
+from clusterenv.testing.chaos.faults import Kind
+from clusterenv.testing.chaos.injector import Act
+from clusterenv.transport.keys import Joining, await_joining
 from clusterenv.wire.channel import plain
 from clusterenv.wire.frames import to_wire
 from clusterenv.wire.infos import Column
-from clusterenv.wire.messages import Answer, Beat, Exited, Failed, Output, Pull, StackTrace, SteppedAll
+from clusterenv.wire.messages import Answer, AssignShard, Beat, Exited, Failed, Output, Pull, StackTrace, SteppedAll
 from clusterenv.wire.requests import Acted, Built, DriftSamples, Fault, FragmentResult, Reply
 
-OTHERS = 0
-"""A slot of another node."""
+
+@dataclass
+class _Self:
+    """Who this node is: its shard and that one's first worker, its slots, and one that is not its own."""
+
+    shard: int = 0
+    worker: int = 0
+    slots: tuple[int, ...] = ()
+    other: int = 0
+
+
+ME = _Self()
+
+__all__ = ["LIES", "Lying", "ask_lie", "lie_acts"]
+
+VARIABLE = "CLUSTERENV_LIES"
 
 Said = tuple[Any, Sequence[Any]]
 Lie = Callable[[Any, list[Any]], list[Said] | None]
@@ -46,7 +67,7 @@ def _body(frames: Sequence[Any]) -> Any:
     return plain().unpack(bytes(frames[0]))
 
 
-def _reply(change: Callable[[Answer, Reply], Any], kind: type = object) -> Lie:
+def _reply(change: Callable[[Any, Any], Any], kind: type = object) -> Lie:
     """Alter the plain data of an answer whose result is of this kind; of a whole step, add some."""
 
     def lie(message: Any, frames: list[Any]) -> list[Said] | None:
@@ -58,15 +79,11 @@ def _reply(change: Callable[[Answer, Reply], Any], kind: type = object) -> Lie:
                 return None
             return [(message, [plain().pack(change(message, reply)), *frames[1:]])]
         if isinstance(message, SteppedAll) and kind is object:
-            reply = Reply(message.request, LIES_ABOUT, None)
-            return [(_replace(message, workers=(1,)), [frames[0], plain().pack(change(message, reply))])]
+            reply = Reply(message.request, list(ME.slots), None)
+            return [(_replace(message, workers=(ME.worker,)), [frames[0], plain().pack(change(message, reply))])]
         return None
 
     return lie
-
-
-LIES_ABOUT = [2, 3]
-"""The slots of the node that lies."""
 
 
 def _answers(change: Callable[[Answer, list[Any]], list[Said] | None]) -> Lie:
@@ -74,7 +91,7 @@ def _answers(change: Callable[[Answer, list[Any]], list[Said] | None]) -> Lie:
 
     def lie(message: Any, frames: list[Any]) -> list[Said] | None:
         if isinstance(message, SteppedAll):
-            message, frames = Answer(message.shard, 1, message.request, True, tuple(LIES_ABOUT)), [b"", frames[0]]
+            message, frames = Answer(message.shard, ME.worker, message.request, True, ME.slots), [b"", frames[0]]
         if isinstance(message, Answer) and len(frames) == 2:
             return change(message, frames)
         return None
@@ -86,7 +103,7 @@ def _rows_of(frames: list[Any]) -> bytes:
     return bytes(frames[-1])
 
 
-def _fragments(change: Callable[[FragmentResult, list[Any]], FragmentResult]) -> Lie:
+def _fragments(change: Callable[[FragmentResult, list[Any]], FragmentResult | None]) -> Lie:
     """Alter the result of a fragment, and its arrays in place."""
 
     def lie(message: Any, frames: list[Any]) -> list[Said] | None:
@@ -120,13 +137,13 @@ def _fault(slot: int, phase: str = "step") -> Fault:
 
 
 def _nested(message: Any, reply: Reply) -> Reply:
-    inner = {"deep": Column([OTHERS], np.ones(1), "number", float)}
-    return reply._replace(infos={"lie": Column([2], inner, "dict")})
+    inner = {"deep": Column([ME.other], np.ones(1), "number", float)}
+    return reply._replace(infos={"lie": Column([ME.slots[0]], inner, "dict")})
 
 
 ANSWERS: dict[str, Lie] = {
-    "the slots of an answer": _answers(lambda m, f: [(_replace(m, slots=(OTHERS, 3)), f)]),
-    "a slot twice": _answers(lambda m, f: [(_replace(m, slots=(2, 2)), f)]),
+    "the slots of an answer": _answers(lambda m, f: [(_replace(m, slots=(ME.other, *ME.slots[1:])), f)]),
+    "a slot twice": _answers(lambda m, f: [(_replace(m, slots=ME.slots[:1] * len(ME.slots)), f)]),
     "no slots": _answers(lambda m, f: [(_replace(m, slots=()), [f[0], b""])]),
     "rows twice": _answers(lambda m, f: [(_replace(m, last=False), f), (m, f)]),
     "never the last": _answers(lambda m, f: [(_replace(m, last=False), f)]),
@@ -134,37 +151,41 @@ ANSWERS: dict[str, Lie] = {
     "too many bytes": _answers(lambda m, f: [(m, [f[0], _rows_of(f) + b"0"])]),
     "no rows": _answers(lambda m, f: [(m, [f[0]])]),
     "flags that are not bools": _answers(lambda m, f: [(m, [f[0], _rows_of(f)[:16] + b"\7" * 4 + _rows_of(f)[20:]])]),
-    "a worker of another node": _answers(lambda m, f: [(_replace(m, worker=0), f)]),
+    "a worker of another node": _answers(lambda m, f: [(_replace(m, worker=0 if ME.worker else 1), f)]),
     "a worker that does not exist": _answers(lambda m, f: [(_replace(m, worker=-1), f)]),
-    "objects of others": _reply(lambda m, r: r._replace(objects=[(OTHERS, [1])])),
-    "infos of others": _reply(lambda m, r: r._replace(infos={"lie": Column([OTHERS], np.ones(1), "number", float)})),
+    "objects of others": _reply(lambda m, r: r._replace(objects=[(ME.other, [1])])),
+    "infos of others": _reply(lambda m, r: r._replace(infos={"lie": Column([ME.other], np.ones(1), "number", float)})),
     "nested infos of others": _reply(_nested),
-    "infos of another length": _reply(lambda m, r: r._replace(infos={"a": Column([2, 3], np.ones(1), "number", int)})),
+    "infos of another length": _reply(
+        lambda m, r: r._replace(infos={"a": Column(list(ME.slots[:2]), np.ones(1), "number", int)})
+    ),
     "infos that are a number": _reply(lambda m, r: r._replace(infos=7)),
-    "faults of others": _reply(lambda m, r: r._replace(faults=[_fault(OTHERS)])),
+    "faults of others": _reply(lambda m, r: r._replace(faults=[_fault(ME.other)])),
     "faults of nobody": _reply(lambda m, r: r._replace(faults=[_fault(-1)])),
-    "a fault twice": _reply(lambda m, r: r._replace(faults=[_fault(2), _fault(2)])),
-    "a phase that does not exist": _reply(lambda m, r: r._replace(faults=[_fault(2, "sleep")])),
+    "a fault twice": _reply(lambda m, r: r._replace(faults=[_fault(ME.slots[0])] * 2)),
+    "a phase that does not exist": _reply(lambda m, r: r._replace(faults=[_fault(ME.slots[0], "sleep")])),
     "faults that are numbers": _reply(lambda m, r: r._replace(faults=[3])),
-    "slots in the body": _reply(lambda m, r: r._replace(slots=[OTHERS, 1])),
+    "slots in the body": _reply(lambda m, r: r._replace(slots=[ME.other, 1])),
     "another request": _reply(lambda m, r: r._replace(request=r.request + 1)),
     "something else": _reply(lambda m, r: Built(r.request, None, None, {}, None, [], [])),
     "no struct": _reply(lambda m, r: [r.request]),
     "a result that nobody asked for": _reply(
-        lambda m, r: r._replace(result=Acted([OTHERS], np.zeros(1, np.int64), np.zeros(1, np.float32), 0))
+        lambda m, r: r._replace(result=Acted([ME.other], np.zeros(1, np.int64), np.zeros(1, np.float32), 0))
     ),
     "workers of others in a step": lambda m, f: (
-        [(_replace(m, workers=(0,)), [*f, b""])] if type(m) is SteppedAll else None
+        [(_replace(m, workers=(0 if ME.worker else 1,)), [*f, b""])] if type(m) is SteppedAll else None
     ),
-    "a frame less in a step": lambda m, f: [(_replace(m, workers=(1,)), f)] if type(m) is SteppedAll else None,
+    "a frame less in a step": lambda m, f: [(_replace(m, workers=(ME.worker,)), f)] if type(m) is SteppedAll else None,
     "garbage in a step": lambda m, f: (
-        [(_replace(m, workers=(1,)), [f[0], b"\1garbage"])] if type(m) is SteppedAll else None
+        [(_replace(m, workers=(ME.worker,)), [f[0], b"\1garbage"])] if type(m) is SteppedAll else None
     ),
 }
 
 ACTED: dict[str, Lie] = {
-    "slots of others": _reply(lambda m, r: r._replace(result=r.result._replace(slots=[OTHERS, 3])), Acted),
-    "fewer slots": _reply(lambda m, r: r._replace(result=r.result._replace(slots=[2])), Acted),
+    "slots of others": _reply(
+        lambda m, r: r._replace(result=r.result._replace(slots=[ME.other, *ME.slots[1:]])), Acted
+    ),
+    "fewer slots": _reply(lambda m, r: r._replace(result=r.result._replace(slots=list(ME.slots[:1]))), Acted),
     "actions of another shape": _reply(
         lambda m, r: r._replace(result=r.result._replace(actions=np.zeros((2, 3), np.int64))), Acted
     ),
@@ -209,43 +230,70 @@ EPISODES: dict[str, Lie] = {
 # -- lies beside answers ----------------------------------------------------------------------------------------
 
 
-def _many(message: Any, count: int) -> Lie:
-    return lambda m, f: [(message, ())] * count
+def _many(make: Callable[[], Any], count: int) -> Lie:
+    return lambda m, f: [(make(), ())] * count
 
 
 CONTROL: dict[str, Lie] = {
-    "progress in an unknown phase": _many(Beat(((1, 1, 2, 99, 0),)), 1),
-    "progress without end": _many(Beat(tuple((w, 1, 2, 1, 0) for w in range(50_000))), 1),
-    "beats without end": _many(Beat(()), 300_000),
-    "output without end": _many(Output(1, 1, "x" * 400_000), 200),
-    "stacks without end": _many(StackTrace(1, 1, "x" * 400_000), 200),
-    "exits without end": _many(Exited(1, 1, "x" * 400_000, ""), 200),
-    "pulls without end": _many(Pull(7, 0, 0), 200_000),
-    "answers to nothing": _many(Answer(1, 1, 1 << 30, True, (2,)), 300_000),
-    "its code cannot be loaded": _many(Failed(1, "a lie"), 1),
-    "it cannot start its workers": _many(Failed(1, "a lie", is_code=False), 1),
+    "progress in an unknown phase": _many(lambda: Beat(((ME.worker, 1, ME.slots[0], 99, 0),)), 1),
+    "progress without end": _many(lambda: Beat(tuple((w, 1, ME.slots[0], 1, 0) for w in range(50_000))), 1),
+    "beats without end": _many(lambda: Beat(()), 300_000),
+    "output without end": _many(lambda: Output(ME.shard, ME.worker, "x" * 400_000), 200),
+    "stacks without end": _many(lambda: StackTrace(ME.shard, ME.worker, "x" * 400_000), 200),
+    "exits without end": _many(lambda: Exited(ME.shard, ME.worker, "x" * 400_000, ""), 200),
+    "pulls without end": _many(lambda: Pull(7, 0, 0), 200_000),
+    "answers to nothing": _many(lambda: Answer(ME.shard, ME.worker, 1 << 30, True, ME.slots[:1]), 300_000),
+    "its code cannot be loaded": _many(lambda: Failed(ME.shard, "a lie"), 1),
+    "it cannot start its workers": _many(lambda: Failed(ME.shard, "a lie", is_code=False), 1),
 }
 
 LIES = {"answers": ANSWERS, "acted": ACTED, "fragments": FRAGMENTS, "calls": CALLS, "episodes": EPISODES}
 LIES["control"] = CONTROL
 
 
+FOR_GOOD = ("its code cannot be loaded", "it cannot start its workers")
+"""Lies after which a node is never used again."""
+
+
+def ask_lie(folder: Path, node: int, group: str, name: str) -> None:
+    """Have this node lie about the next message that the lie is about."""
+    request = folder / f"lie-{node}"
+    request.with_suffix(".new").write_text(f"{group}/{name}")
+    request.with_suffix(".new").rename(request)
+
+
+def lie_acts(folder: Path, nodes: Sequence[int]) -> dict[Kind, Act]:
+    """Return how to do the kind `LIE`: one of these nodes, whose agents can lie, is asked for some lie."""
+
+    def act(fault: faults.Fault) -> None:
+        draw = random.Random(fault.random)
+        group = draw.choice(["answers", "fragments", "control"])
+        names = [name for name in LIES[group] if name not in FOR_GOOD]  # or a long run is left without nodes
+        ask_lie(folder, draw.choice(list(nodes)), group, draw.choice(names))
+
+    return {Kind.LIE: act}
+
+
 class LyingAgent(Agent):
-    def __init__(self, lie: Lie, flag: Path, *args: Any) -> None:
-        super().__init__(*args)
-        self._lie, self._flag = lie, flag
-        self._done = flag.with_name("done")
-        self._is_honest = self._done.exists()
+    def __init__(self, folder: Path, joining: Joining, *args: Any) -> None:
+        super().__init__(joining, *args)
+        self._request = folder / f"lie-{joining.node}"
+
+    def _host(self, host: AssignShard, payload: bytes) -> None:
+        ME.shard, ME.worker = host.shard, host.workers[0][0]
+        ME.slots = tuple(slot for _, its in host.workers for slot in its)
+        ME.other = 0 if 0 not in ME.slots else max(ME.slots) + 1
+        super()._host(host, payload)
 
     def _say(self, message: Any, payload: Sequence[Any] = ()) -> None:
         lies = None
-        if not self._is_honest and self._flag.exists():
-            lies = self._lie(message, list(payload))
+        if ME.slots and self._request.exists():
+            group, _, name = self._request.read_text().partition("/")
+            lies = LIES[group][name](message, list(payload))
         if lies is None:
             super()._say(message, payload)
             return
-        self._is_honest = True
-        self._done.touch()
+        self._request.rename(self._request.with_suffix(".said"))
         assert self._socket is not None
         for said, frames in lies:  # past whatever an honest node limits itself to
             for wire in to_wire(self._session, said, frames):
@@ -263,10 +311,10 @@ class _Jobs(AgentProcesses):
         if node < self._lying.nodes - 1:
             super().start(node)
             return
-        what = [*self._lying.lie, str(self._lying.flag), str(self._plan.files[node]), str(self._plan.lease_s)]
-        with (self._plan.folder / f"node-{node}.log").open("ab") as log:
+        with self._log(node).open("ab") as log:
             self._agents[node] = subprocess.Popen(
-                [sys.executable, __file__, *what],
+                [sys.executable, __file__, "--join", str(self._plan.files[node]), *self._options],
+                env={**os.environ, VARIABLE: str(self._lying.lies)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -283,31 +331,35 @@ class _Jobs(AgentProcesses):
 
 @dataclass(frozen=True)
 class Lying(Loopback):
-    """Nodes of one worker each; the last one lies in this way once `tell()` was called."""
+    """Nodes on this machine, of which the last one lies when `tell` asks it to. What replaces it is honest until then.
 
-    lie: tuple[str, str] = field(kw_only=True)
-    folder_of_lies: Path = field(kw_only=True)
+    Args:
+        lies: a folder for these requests.
+    """
+
+    lies: Path = field(kw_only=True)
+
+    def tell(self, group: str, name: str) -> None:
+        """Ask for this one of `LIES`."""
+        ask_lie(self.lies, self.nodes - 1, group, name)
 
     @property
-    def flag(self) -> Path:
-        return self.folder_of_lies / "lie"
-
-    def tell(self) -> None:
-        """From now on."""
-        self.flag.touch()
-
-    @property
-    def was_told(self) -> bool:
-        return (self.folder_of_lies / "done").exists()
+    def has_lied(self) -> bool:
+        return (self.lies / f"lie-{self.nodes - 1}.said").exists()
 
     def launch(self, plan: Plan) -> AgentProcesses:
         return _Jobs(plan, self)
 
 
-def main(group: str, name: str, flag: str, key: str, lease_s: str) -> int:
-    joining = await_joining(Path(key), 10.0, print)
-    return LyingAgent(LIES[group][name], Path(flag), joining, float(lease_s), max(10.0, float(lease_s))).run()
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--join", type=Path)
+    parser.add_argument("--lease-s", type=float, default=60.0)
+    parser.add_argument("--dead-after-s", type=float, default=10.0)
+    options = parser.parse_args()
+    joining = await_joining(options.join, 10.0, print)
+    return LyingAgent(Path(os.environ[VARIABLE]), joining, options.lease_s, options.dead_after_s).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())
