@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 import clusterenv as ce
+from clusterenv.engine.collecting.weights import Node
 from clusterenv.transport.keys import Joining, make_keys, read_joining, write_joining
 from experiments.ppo import PPO
 from namespace_cluster import Namespaces
@@ -349,6 +351,7 @@ def test_a_large_pull_over_a_slow_link_delays_nobody_else(net):
 
         alone, _ = steps(lambda count: count >= 1500)
         net.nodes[0].limit(8e6, "in")
+        driver.weights.attach(SimpleNamespace(nodes=[Node(), Node()]))
         weights = driver.weights.assign(driver.weights.of(0), 0, os.urandom(100_000_000))
         driver._put_weights(driver.weights.load(0, weights, 0, time.monotonic())[1])
         during, count = steps(lambda _: envs.stats()["pull_s"][0] is not None)
