@@ -35,7 +35,7 @@ from clusterenv.executors.contract import Executor
 from clusterenv.memory.rows import Buffers
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint, own_spaces
-from clusterenv.system.interrupts import checkpoint, uninterrupted
+from clusterenv.system.interrupts import STATE, checkpoint, uninterrupted
 from clusterenv.wire.requests import Attach, Reply
 
 __all__ = ["Driver", "Rows"]
@@ -180,6 +180,7 @@ class Driver:
                     self.rows.add_rows(message)
                 else:
                     self._inbox.append((worker, message))
+        if STATE.pending:  # before the rows are handed over: a step that ends by Ctrl-C has delivered nothing
             checkpoint()
         return self.rows.all_rows(copy) if done == workers else None
 

@@ -30,7 +30,7 @@ from clusterenv.policy.sync.rules import Rule
 from clusterenv.policy.weights.packing import Codec
 from clusterenv.recovery import Recovery
 from clusterenv.spec import blueprint
-from clusterenv.system.interrupts import uninterrupted
+from clusterenv.system.interrupts import checkpoint, uninterrupted
 from clusterenv.system.teardown import Teardown
 from clusterenv.vector import parameters
 from clusterenv.vector.actions import ActionReader
@@ -194,6 +194,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         try:
             driver.collect(self.num_envs, None)
         except WorkerLostError as error:
+            checkpoint()  # Ctrl-C would take the place of this error, and of its rows
             error.rows = step_result(driver.deliver(True))
             self._guard.is_interrupted = False
             raise

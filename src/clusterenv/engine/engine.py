@@ -176,7 +176,9 @@ class Engine:
         else:
             self._stepped(request, reply)
         for fault in reply.faults:
-            self.failures.env_failed(worker, fault, in_fragment, now_s)
+            # A step that waited behind a fragment nobody wants any more finds the environments gone that failed there.
+            if request.kind is Kind.REBUILD or not state.slots.is_gone(fault.slot):
+                self.failures.env_failed(worker, fault, in_fragment, now_s)
 
     def _rebuilt(self, reply: Reply) -> None:
         self.state.rows.add_objects(reply)

@@ -123,8 +123,8 @@ def after_loss(mode: AutoresetMode, row: Row, episode: Episode, was_held: bool) 
         return Env.DOWN, False
     if row is Row.RESETTING or was_held:
         return Env.DUE, False
-    if episode is Episode.NONE:
-        return Env.DOWN, False
+    if episode is Episode.NONE:  # nothing to report; where a row is awaited, it is the first of the next incarnation
+        return (Env.DUE if row is Row.AWAITED else Env.DOWN), False
     if episode is Episode.ENDED and mode is NEXT_STEP:
         return Env.DUE, False  # its next row is a reset's in any case
     if row is Row.AWAITED:

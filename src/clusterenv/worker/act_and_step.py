@@ -28,6 +28,9 @@ from clusterenv.worker.single_env import Caught
 
 __all__ = ["FragmentLoop"]
 
+_UNKNOWN = -(1 << 40)
+"""Steps that are counted of an episode whose beginning the user stepped: never as many as it has."""
+
 Ended = list[tuple[int, dict[str, Any]]]
 """(column, info) of the episodes that a step ended."""
 
@@ -236,6 +239,7 @@ class FragmentLoop:
                 out[0] = self._tail[i]
                 for slot in group.moved:
                     out[0, slot - group.first] = shared[sides[slot - group.first], slot]
+        was_stepped = group.moved is None  # by the user, since the last fragment
         group.moved = set()
         for k, slot in enumerate(group.slots):
             if group.envs[k] is None:
@@ -246,6 +250,8 @@ class FragmentLoop:
             else:
                 if run.lengths[k] == 0:
                     self._returns[k] = self._counted[k] = 0
+                elif was_stepped:
+                    self._counted[k] = _UNKNOWN
                 if policy.mask is not None and slot in group.recent:
                     policy.masks[k] = group.recent[slot].get(policy.mask)
         for info in group.recent.values():
