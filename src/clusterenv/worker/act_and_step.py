@@ -61,12 +61,12 @@ class FragmentLoop:
         self._play(run)
         self._score(run)
         done = run.done
-        self._tail = [leaf[done].copy() for leaf in run.columns.obs]
         group.began = [group.clock - int(length) for length in run.lengths]
         group.ended = [False] * len(group.slots)
         finals = run.pack_finals()
         if group.check and self._check(run, finals):
             finals = run.pack_finals()
+        self._tail = [leaf[done].copy() for leaf in run.columns.obs]  # without what was found to be wrong
         pace_s = group.buffers.pace_s[group.rows].astype(np.float32) if is_timed else None
         missing = run.watch.episode_ended() if run.watch is not None and run.any_ended else None
         result = run.result(policy.version, finals, pace_s)
@@ -300,7 +300,7 @@ class FragmentLoop:
             if values.dtype.kind in "fc" and not np.isfinite(values).all():
                 wrong = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
                 for t, k in zip(finals.t[wrong].tolist(), finals.columns[wrong].tolist(), strict=True):
-                    if k not in run.failed and (k not in bad or bad[k][0] > t):
+                    if columns.valid[t, k] and (k not in bad or bad[k][0] > t):
                         bad[k] = (t, "the episode's last observation is not finite", False)
         for k, (t, text, in_next) in sorted(bad.items()):
             if k not in run.failed:

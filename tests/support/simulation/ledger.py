@@ -15,6 +15,9 @@ from simulation.world import Produced, World
 
 __all__ = ["Ledger", "View"]
 
+LOSS_IN_STREAM_UNREPORTED = True
+"""A worker that is lost with a fragment of a stream that was left: no row of `step` reports the loss, only an event."""
+
 SAME_STEP, NEXT_STEP = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP
 
 
@@ -30,6 +33,8 @@ class View:
     user has to reset."""
     may_skip: bool = False
     """Rows were given up and said to be: fragments that were dropped, a call that an exception ended."""
+    was_streamed: bool = False
+    """Its last row came in a stream."""
     declared: int = 0
     """An event says that the slot lost its environment, when there were so many."""
 
@@ -103,7 +108,8 @@ class Ledger:
             self._deliver(new, slot)
             view.last, view.is_broken, view.may_skip = new, False, False
             return
-        if (view.may_skip or view.is_broken) and new.t == 0 and not ended and reward == 0.0:
+        is_unreported = LOSS_IN_STREAM_UNREPORTED and view.was_streamed and self._is_lost(view)
+        if (view.may_skip or view.is_broken or is_unreported) and new.t == 0 and not ended and reward == 0.0:
             # An exception reported the loss, or a fragment whose last rows are invalid.
             last = view.last
             self._need(last is None or not self._world.envs[last.env].is_alive, slot, f"{_of(last)} was not lost")
@@ -119,7 +125,7 @@ class Ledger:
             self._deliver(new, slot)
         self._transition(slot, view, done, reward, flags, action)
         view.last = new
-        view.may_skip = view.is_broken = False
+        view.may_skip = view.is_broken = view.was_streamed = False
 
     def _transition(
         self, slot: int, view: View, done: Produced, reward: float, flags: tuple[bool, bool], action: int | None
@@ -160,11 +166,11 @@ class Ledger:
 
     # -- fragments --------------------------------------------------------------------------------------------
 
-    def fragment(self, batch: Any) -> None:
+    def fragment(self, batch: Any, is_stream: bool) -> None:
         """Columns of a rollout, or of one item of a stream."""
         finals = {(int(t), int(c)): batch.final_obs[i] for i, (t, c) in enumerate(batch.final_at)}
         for column, slot in enumerate(batch.slots.tolist()):
-            self._column(batch, column, slot, finals)
+            self._column(batch, column, slot, finals, is_stream)
         self._need(not finals, -1, f"final observations of rows that did not end: {list(finals)}")
         for slot, t, total, length in zip(
             batch.episodes.slots.tolist(),
@@ -177,7 +183,9 @@ class Ledger:
             end = self._world.of_number(batch.rewards[t, column])
             self._need((end.total, end.t) == (total, length), slot, f"episode of {length} steps, {total} in all")
 
-    def _column(self, batch: Any, column: int, slot: int, finals: dict[tuple[int, int], Any]) -> None:
+    def _column(
+        self, batch: Any, column: int, slot: int, finals: dict[tuple[int, int], Any], is_stream: bool
+    ) -> None:
         view, steps = self.views[slot], len(batch.rewards)
         valid = batch.valid[:, column]
         if not valid[0]:
@@ -214,7 +222,10 @@ class Ledger:
             if now is not done:
                 self._need(now.t == 0 and now.env == done.env, slot, f"row {t} ended and is followed by {_of(now)}")
                 self._deliver(now, slot)
-        view.last, view.has_ended = now, False
+            elif t + 1 == steps:  # the environment failed in its reset
+                self._need(not self._world.envs[done.env].is_alive, slot, f"no first row after {_of(done)}")
+                view.is_broken = True
+        view.last, view.has_ended, view.was_streamed = now, False, is_stream
 
     def _first(self, slot: int, view: View, now: Produced, starts: bool) -> None:
         last = view.last
@@ -251,6 +262,10 @@ class Ledger:
             alive = world.envs[last.env].is_alive
             self._need(not alive, slot, f"rows are invalid, but {_of(last)} is there still")
         view.is_broken = True
+
+    def _is_lost(self, view: View) -> bool:
+        last = view.last
+        return last is not None and not self._world.envs[last.env].is_alive and last.env < view.declared
 
     # -- inside -----------------------------------------------------------------------------------------------
 

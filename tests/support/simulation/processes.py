@@ -216,7 +216,7 @@ def interrupt(world: World) -> None:
 
 
 class SimulatedExecutor(Workers):
-    """Executor of one machine."""
+    """Executor of one machine; see `nodes.py` for several."""
 
     nodes = None
 

@@ -258,7 +258,7 @@ class Program:
         self.ledger.step(here, None if actions is None else actions[here], rows)
         awaited = np.flatnonzero(self.driver.rows.awaited).tolist()
         self.actions = {slot: None if actions is None else int(actions[slot]) for slot in awaited}
-        self.ledger.give_up([slot for slot in range(self.n) if slot not in here and slot not in awaited])
+        self.ledger.give_up([s for s in range(self.n) if s in error.slots or (s not in here and s not in awaited)])
 
     def send(self) -> None:
         if self.phase is Phase.IDLE:
@@ -287,6 +287,7 @@ class Program:
         except DeadlineError:
             return
         except LOSSES:
+            self._lost_beside()
             awaited = set(np.flatnonzero(self.driver.rows.awaited).tolist())
             self.ledger.give_up([slot for slot in self.actions if slot not in awaited])
             self.actions = {slot: action for slot, action in self.actions.items() if slot in awaited}
@@ -387,10 +388,10 @@ class Program:
         self._read_events()
         if batch.slots.tolist() != list(range(self.n)):
             self.world.fail(f"rollout() returned slots {batch.slots.tolist()}")
-        self._check_batch(batch)
+        self._check_batch(batch, False)
 
-    def _check_batch(self, batch: Any) -> None:
-        self.ledger.fragment(batch)
+    def _check_batch(self, batch: Any, is_stream: bool) -> None:
+        self.ledger.fragment(batch, is_stream)
         newest = len(self.weights) - 1
         for t, column in np.argwhere(batch.valid):
             version = int(batch.versions[t, column])
@@ -422,7 +423,7 @@ class Program:
                     before = dropped
                 if len(batch.slots) < least:
                     self.world.fail(f"stream(min_envs={least}) returned slots {batch.slots}")
-                self._check_batch(batch)
+                self._check_batch(batch, True)
                 self._learn()
                 self._attempt(collector.publish)
                 self._note_version(collector)

@@ -108,14 +108,20 @@ class Collecting:
                 self._ask(fragment, knobs, now_s)
 
     def is_ready(self, worker: int) -> bool:
-        """Return whether all environments of this worker are there; what is missing is asked for."""
+        """Return whether all environments of this worker are there; what is missing is asked for.
+
+        Only then do first rows that nobody has asked for become what a fragment goes on from: `step` would skip them.
+        """
         slots, its = self._state.slots, self._state.workers[worker]
         if slots:
+            gone = [slot for slot in its.slots if slots.is_gone(slot)]
+            for slot in gone:
+                slots.bring_back(slot)
+            if gone or its.is_absent:
+                return False
             for slot in its.slots:
                 if slots.start_fragment(slot):
                     self._state.rows.adopt(slot)
-            if any(map(slots.is_gone, its.slots)):
-                return False
         return not its.is_absent
 
     def are_all_there(self) -> bool:
