@@ -300,7 +300,7 @@ class Driver:
 
     def _wait_s(self, deadline: float | None, now_s: float) -> float:
         timeout_s = _WATCH_S
-        due_s = self._engine.next_due_s() if self._state.slots else None
+        due_s = self._engine.next_due_s(now_s) if self._state.slots else None
         if due_s is not None:
             timeout_s = min(timeout_s, max(0.001, due_s - now_s))
         if deadline is not None:

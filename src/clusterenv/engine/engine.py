@@ -202,11 +202,11 @@ class Engine:
 
     # -- the passing of time ----------------------------------------------------------------------------------
 
-    def next_due_s(self) -> float | None:
-        """Return when something is to be started again; None: nothing is."""
+    def next_due_s(self, now_s: float) -> float | None:
+        """Return when something is to be started again; None: nothing is, or only what waits for a place to run."""
         state = self.state
         absent = [worker.start_at_s for worker in state.workers.absent()] if state.slots else []
-        return min((*state.slots.due_times(), *absent), default=None)
+        return min((due_s for due_s in (*state.slots.due_times(), *absent) if due_s > now_s), default=None)
 
     def delivered(self, slots: Any, ended: Any) -> None:
         """Rows of these slots were handed over: under NEXT_STEP the next one of an episode that ended is a reset's."""

@@ -13,14 +13,17 @@ from simulation.ledger import Ledger, logits, logprob
 from simulation.world import World
 
 import clusterenv as ce
-from clusterenv.errors import CrashLoopError, DeadlineError, EnvError, WorkerLostError
-from clusterenv.vector.phases import Phase
+from clusterenv.errors import CrashLoopError, DeadlineError, EnvError, UsageError, WorkerLostError
+from clusterenv.vector.phases import Phase, refusal
 
 __all__ = ["Program"]
 
 MASKED_RESET_IN_FLIGHT = False
 """Whether the user resets some slots while rows of others are under way, or unknown after an exception. They are given
 up, and the environments of those slots go on from states that the user has not seen."""
+
+OWN_FAULTS = ("raise", "die", "hang", "killed", "crash", "nan")
+"""What counts towards a crash loop: not the losses of nodes."""
 
 LOSSES = (EnvError, WorkerLostError, CrashLoopError)
 DECLARED = ("worker_lost", "env_error", "worker_moved")
@@ -92,6 +95,7 @@ class Program:
                 ("evaluate", self.evaluate),
                 ("pause", self.pause),
                 ("step with a policy", self.step_with_policy),
+                ("scale", self.scale),
             ]
         elif phase is Phase.PARTIAL:
             options = [
@@ -120,6 +124,7 @@ class Program:
             options = [("reset", self.reset)]
             if self.envs._guard.was_reset and MASKED_RESET_IN_FLIGHT:
                 options.append(("masked reset", self.masked_reset))
+        options.append(("misuse", self.misuse))
         return options[draw(len(options))]
 
     def _do(self, name: str, function: Callable[[], None]) -> None:
@@ -174,7 +179,13 @@ class Program:
             self.ledger.give_up([slot for slot in range(self.n) if slot not in self.actions])
             raise Ended from None
         except allowed as error:
-            world.event("error", f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            text = str(error).splitlines()[0]
+            world.event("error", f"{type(error).__name__}: {text}")
+            own = sum(world.counts[kind] for kind in OWN_FAULTS)
+            if own <= self.recovery.max_restarts and isinstance(error, CrashLoopError):
+                world.fail(f"{text}, but there were {own} failures that count")
+            if not own and "before its first" in text:
+                world.fail(f"{text}, but no worker has crashed")
             self._read_events()
             raise
 
@@ -330,6 +341,38 @@ class Program:
         views = enumerate(self.ledger.views)
         self.ledger.give_up([slot for slot, view in views if view.last and not envs[view.last.env].is_alive])
 
+    def scale(self) -> None:
+        nodes = self.driver.executor.nodes
+        if nodes is not None:
+            self._attempt(lambda: self.envs.scale(1 + self.world.choices.draw(len(nodes._nodes))))
+
+    def misuse(self) -> None:
+        """A call that makes no sense now is refused, and changes nothing."""
+        phase = self.phase
+        calls: dict[str, Callable[[], Any]] = {
+            "step": lambda: self.envs.step(np.zeros(self.n, np.int64)),
+            "send": lambda: self.envs.send(np.zeros(self.n, np.int64)),
+            "recv": self.envs.recv,
+            "call": lambda: self.envs.call("identify"),
+            "get_attr": lambda: self.envs.get_attr("slot"),
+            "set_attr": lambda: self.envs.set_attr("mark", 1),
+            "rollout": lambda: self._collector().rollout(1),
+            "stream": lambda: next(self._collector().stream(1)),
+            "evaluate": lambda: self._collector().evaluate(episodes=1),
+            "reset": self.envs.reset,
+        }
+        names = [name for name in calls if refusal(name, phase) is not None]
+        if not names:
+            return
+        name = names[self.world.choices.draw(len(names))]
+        try:
+            calls[name]()
+        except UsageError:
+            if self.phase is not phase:
+                self.world.fail(f"{name}() was refused in {phase}, which is {self.phase} now")
+            return
+        self.world.fail(f"{name}() was not refused in {phase}")
+
     def pause(self) -> None:
         self.driver.executor.background()
         self.world.clock.now_s += (0.0, 0.3, 3.0, 70.0)[self.world.choices.draw(4)]
@@ -414,6 +457,8 @@ class Program:
         items = collector.stream(num_steps, least, max_staleness=stale, queue=queue)
         try:
             for _ in range(1 + draw(5)):
+                if draw(8) == 7:
+                    self.misuse()
                 batch = self._attempt(lambda: next(items), *LOSSES)
                 self._note_version(collector)
                 self._read_events()

@@ -13,6 +13,7 @@ from simulation import program as programs
 from simulation.choices import Choices, shrink, trimmed
 from simulation.clock import virtual_time
 from simulation.invariants import check_engine
+from simulation.nodes import SimulatedCluster
 from simulation.processes import SimulatedExecutor
 from simulation.world import FAULTS, Failure, World
 
@@ -58,13 +59,21 @@ class _Backend:
     is_remote = False
     allow_pickle = True
 
-    def __init__(self, world: World, workers: int) -> None:
-        self._world, self._workers = world, workers
+    def __init__(self, world: World, workers: int, nodes: int) -> None:
+        self._world, self._workers, self._nodes = world, workers, nodes
 
     def start(self, blueprint: Any, mode: Any, recovery: Any, events: Any) -> Driver:
-        executor = SimulatedExecutor(self._world, self._workers, mode, blueprint.num_envs)
+        world, workers, n = self._world, self._workers, blueprint.num_envs
+        executor: SimulatedExecutor
+        shard_of = None
+        if self._nodes:
+            shard_of = [worker * self._nodes // workers for worker in range(workers)]
+            executor = SimulatedCluster(world, shard_of, mode, n, 1 + world.choices.draw(self._nodes))
+        else:
+            executor = SimulatedExecutor(world, workers, mode, n)
+        slots_of = split(n, workers)
         driver = Driver(
-            executor, split(blueprint.num_envs, self._workers), mode, recovery, blueprint=blueprint, events=events
+            executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=shard_of
         )
         executor.on_wait = lambda: check_engine(self._world, driver)
         return driver
@@ -106,6 +115,7 @@ def _run(world: World, num_events: int) -> None:
     mode = MODES[draw(3)]
     workers = 1 + draw(3)
     num_envs = workers * (1 + draw(2)) + draw(2)
+    nodes = min(workers, draw(3)) if draw(2) else 0
     for fault in FAULTS:
         world.rates[fault] = (0.0, 0.0, RATES[fault], RATES[fault] * 3)[draw(4)]
     recovery = Recovery(
@@ -121,7 +131,7 @@ def _run(world: World, num_events: int) -> None:
     )
     world.calm = True
     envs = env_module.ClusterEnv(
-        None, num_envs, backend=_Backend(world, workers), autoreset_mode=mode, recovery=recovery
+        None, num_envs, backend=_Backend(world, workers, nodes), autoreset_mode=mode, recovery=recovery
     )
     world.calm = False
     try:
