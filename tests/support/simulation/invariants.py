@@ -8,6 +8,7 @@ import numpy as np
 from simulation.world import World
 
 from clusterenv.engine.collecting.fragments import FragmentState
+from clusterenv.engine.inputs import WeightsHeld
 from clusterenv.engine.requests import Kind
 from clusterenv.engine.slots import Env
 from clusterenv.engine.workers import WorkerState
@@ -43,9 +44,24 @@ def check_engine(world: World, driver: Any) -> None:
     for slot, record in slots.records.items():
         if record.env is Env.REBUILDING and Kind.REBUILD not in asked.get(slot, nobody):
             world.fail(f"slot {slot} is being rebuilt, and nobody was asked to")
+    if driver.executor.nodes is not None:
+        _check_transfers(world, driver)
     for fragment in driver.collecting.fragments:
         if fragment.state is FragmentState.RUNNING and requests.get(fragment.worker, fragment.number) is None:
             world.fail(f"the fragment {fragment.number} of worker {fragment.worker} runs, and nobody was asked to")
+
+
+def _check_transfers(world: World, driver: Any) -> None:
+    """Weights that the head takes to be on their way are."""
+    cluster = driver.executor
+    said = {message.number for _, message in (*cluster.said, *driver._inbox) if isinstance(message, WeightsHeld)}
+    for machine in driver.weights:
+        node = cluster._nodes[machine.node]
+        if node.is_here and node.session == machine.session and not driver._inbox:
+            coming = {transfer.weights.number for transfer in node.coming}
+            lost = set(machine.transfers) - coming - said
+            if lost:
+                world.fail(f"weights {sorted(lost)} are taken to be on their way to node {machine.node}")
 
 
 def check_size(world: World, driver: Any) -> None:

@@ -78,8 +78,7 @@ class Process:
         world.event("run", "" if world.trace is None else f"pid {self.pid} {_short(message)}")
         if isinstance(message, Rebuild):
             for slot, incarnation, seed in zip(message.slots, message.incarnations, message.seeds, strict=True):
-                world.incarnations[slot] = incarnation
-                del seed
+                world.rebuilds(slot, incarnation, seed)
         world.is_evaluating = isinstance(message, Evaluate)
         try:
             begin(message)

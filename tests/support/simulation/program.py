@@ -47,6 +47,7 @@ class Program:
         """By version."""
         self.policy: Any = None
         self.collectors: list[Any] = []
+        self.is_always = False
         self.events_seen = 0
         deliver = self.driver.deliver
 
@@ -195,6 +196,8 @@ class Program:
         self.actions = {}
         draw = self.world.choices.draw
         seed = draw(1000) * 100 if draw(3) == 0 else None
+        if seed is not None:
+            self.world.user_seeds.update(range(seed, seed + self.n))
         try:
             obs, _ = self._attempt(lambda: self.envs.reset(seed=seed), *LOSSES, is_whole=True)
         except LOSSES:
@@ -383,14 +386,10 @@ class Program:
         if self.policy is None:
             self.policy = ce.NumpyPolicy(_forward, {"w": np.zeros(1, np.float32)})
             draw = self.world.choices.draw
+            on_loss, prefetch, sync = ("rerun", "mask")[draw(2)], draw(4) == 3, (None, ce.Every(2))[draw(2)]
+            self.is_always = sync is None and not prefetch
             self.collectors = [
-                self.envs.collector(
-                    self.policy,
-                    seed=1,
-                    on_loss=("rerun", "mask")[draw(2)],
-                    prefetch=draw(4) == 3,
-                    sync=(None, ce.Every(2))[draw(2)],
-                )
+                self.envs.collector(self.policy, seed=1, on_loss=on_loss, prefetch=prefetch, sync=sync)
             ]
         return self.collectors[0]
 
@@ -415,6 +414,7 @@ class Program:
         else:
             self._learn()
         timeout_s = 0.5 if draw(5) == 4 else None
+        is_newest = phase is Phase.IDLE and self.is_always and self.driver.executor.nodes is None
         try:
             batch = self._attempt(lambda: collector.rollout(num_steps, timeout_s), *LOSSES, DeadlineError)
         except DeadlineError:
@@ -429,6 +429,8 @@ class Program:
             raise
         self._note_version(collector)
         self._read_events()
+        if is_newest and (batch.versions[batch.valid] != len(self.weights) - 1).any():
+            self.world.fail(f"rollout() acted by versions {set(batch.versions[batch.valid].tolist())}, not the newest")
         if batch.slots.tolist() != list(range(self.n)):
             self.world.fail(f"rollout() returned slots {batch.slots.tolist()}")
         self._check_batch(batch, False)

@@ -75,7 +75,7 @@ class _Backend:
         driver = Driver(
             executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=shard_of
         )
-        executor.on_wait = lambda: check_engine(self._world, driver)
+        executor.on_wait = lambda: check_engine(world, driver)
         return driver
 
 

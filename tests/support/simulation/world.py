@@ -82,6 +82,7 @@ class World:
     is_evaluating: bool = False
     seeds: set[int] = field(default_factory=set)
     """Seeds of rebuilt environments."""
+    user_seeds: set[int] = field(default_factory=set)
     calm: bool = False
     """Nothing goes wrong any more."""
 
@@ -108,6 +109,16 @@ class World:
         self.polls += 1
         if self.polls > 3000 or self.clock.now_s - self.called_at_s > 3000.0:
             self.fail(f"{self.call} does not end: {self.polls} waits, {self.clock.now_s - self.called_at_s:.0f} s")
+
+    def rebuilds(self, slot: int, incarnation: int, seed: int | None) -> None:
+        """A worker is asked for another incarnation: later than all before it, and with a seed of its own."""
+        if incarnation <= self.incarnations.get(slot, 0):
+            self.fail(f"slot {slot} is rebuilt as incarnation {incarnation}, after {self.incarnations[slot]}")
+        self.incarnations[slot] = incarnation
+        if seed is not None and seed not in self.user_seeds:
+            if seed in self.seeds:
+                self.fail(f"slot {slot}: seed {seed} is used twice")
+            self.seeds.add(seed)
 
     # -- environments -----------------------------------------------------------------------------------------
 
