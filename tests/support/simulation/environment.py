@@ -88,6 +88,7 @@ class SimulatedEnv(gym.Env[Any, Any]):
 
     def _fault(self, phase: str) -> None:
         world = self.world
+        world.at = (self.slot, phase)
         if world.happens("raise"):
             world.event("raise", f"slot {self.slot} in {phase}")
             raise ValueError(f"planned in {phase}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
 from clusterenv.system import interrupts
 
-__all__ = ["Outcome", "run", "shortest"]
+__all__ = ["Outcome", "opened", "run", "shortest"]
 
 NUM_EVENTS = 220
 MODES = (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED)
@@ -79,6 +80,37 @@ class _Backend:
         return driver
 
 
+@contextmanager
+def prepared(world: World) -> Iterator[None]:
+    """Have the product see the world's clock, and its environments without pickling them; logs are silent."""
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    plan, env_module.blueprint = env_module.blueprint, _plan
+    try:
+        with virtual_time(world.clock):
+            yield
+    finally:
+        env_module.blueprint = plan
+        interrupts.STATE.pending = False
+        logging.disable(level)
+
+
+@contextmanager
+def opened(
+    num_envs: int, workers: int, mode: AutoresetMode = AutoresetMode.NEXT_STEP, recovery: Recovery | None = None
+) -> Iterator[tuple[World, Any]]:
+    """Open environments of a simulated machine on which nothing goes wrong but what the test plans."""
+    world = World(Choices(recorded=[]), planned=lambda fault: False)
+    with prepared(world):
+        backend = _Backend(world, workers, 0)
+        envs = env_module.ClusterEnv(None, num_envs, backend=backend, autoreset_mode=mode, recovery=recovery)
+        try:
+            yield world, envs
+        finally:
+            world.planned = lambda fault: False
+            envs.close()
+
+
 def run(
     seed: int | None = None,
     recorded: Sequence[int] | None = None,
@@ -88,21 +120,14 @@ def run(
     """Run one schedule."""
     world = World(Choices(seed or 0, recorded), trace=[] if keep_trace else None)
     failure = None
-    level = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    plan, env_module.blueprint = env_module.blueprint, _plan
     try:
-        with virtual_time(world.clock):
+        with prepared(world):
             _run(world, num_events)
     except Failure as broken:
         failure = str(broken)
     except (KeyboardInterrupt, Exception) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         failure = f"{world.call}: {type(error).__name__}: {error} ({last.filename.rpartition('/')[2]}:{last.lineno})"
-    finally:
-        env_module.blueprint = plan
-        interrupts.STATE.pending = False
-        logging.disable(level)
     return Outcome(seed, world.choices.taken, failure, world.num_events, world.counts, world.trace or [])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +84,10 @@ class World:
     seeds: set[int] = field(default_factory=set)
     """Seeds of rebuilt environments."""
     user_seeds: set[int] = field(default_factory=set)
+    planned: Callable[[str], bool] | None = None
+    """Says what goes wrong, instead of chance."""
+    at: tuple[int, str] = (-1, "")
+    """Slot and phase of the environment that runs."""
     calm: bool = False
     """Nothing goes wrong any more."""
 
@@ -94,6 +99,8 @@ class World:
 
     def happens(self, fault: str) -> bool:
         """Return whether this goes wrong now."""
+        if self.planned is not None:
+            return self.planned(fault)
         rate = self.rates.get(fault, 0.0)
         return rate > 0.0 and not self.calm and self.choices.chance(rate)
 
