@@ -310,8 +310,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="of CPU time for each")
     parser.add_argument("--only", default="", help="those whose name has this text")
+    parser.add_argument("--skip", type=int, default=0, help="so many of them")
     options = parser.parse_args()
-    chosen = [mutation for mutation in MUTATIONS if options.only in mutation.name]
+    chosen = [mutation for mutation in MUTATIONS if options.only in mutation.name][options.skip :]
     found = 0
     for mutation in chosen:
         is_found, line = look(mutation, options.seconds)

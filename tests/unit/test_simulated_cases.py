@@ -164,8 +164,13 @@ def test_no_value_that_is_not_finite_is_delivered_beside_a_failure(fault: str) -
         envs.step(np.zeros(1, np.int64))
         ends, draw = [True], world.choices.draw
         world.choices.draw = lambda count: 10 if count == 12 and ends and ends.pop() else draw(count)
-        world.planned = lambda asked: asked == ("nan" if world.produced[-1].terminated else fault)
-        batch = collector.rollout(2)
+
+        def happens(asked: str) -> bool:
+            has_ended = any(record.terminated for record in world.produced)
+            return has_ended and asked == ("nan" if world.produced[-1].terminated else fault)
+
+        world.planned = happens
+        batch = collector.rollout(3)
         assert np.isfinite(batch.final_obs).all() and np.isfinite(batch.obs).all()
         assert not batch.valid.any()
 
@@ -180,6 +185,20 @@ def test_the_wait_for_a_replacement_begins_when_somebody_waits() -> None:
         world.clock.now_s += 1000.0  # the learner is busy
         obs, *_ = envs.step(np.zeros(1, np.int64))
         assert world.of_number(obs[0, 0]).t == 0
+
+
+def test_the_fragment_after_a_failure_shows_the_last_observation_that_is_finite() -> None:
+    """A stream runs ahead: its next fragment begins before the head knows that the environment is gone."""
+    with opened(1, 1) as (world, envs):
+        collector = envs.collector(policy(), seed=1)
+        envs.reset()
+        envs.step(np.zeros(1, np.int64))
+        world.planned = once("nan", (0, "step"), world)
+        items = collector.stream(1, queue=2)
+        batches = [next(items), next(items)]
+        items.close()
+        assert not any(batch.valid.any() for batch in batches)
+        assert all(np.isfinite(batch.obs).all() and np.isfinite(batch.last_obs).all() for batch in batches)
 
 
 @pytest.mark.xfail(strict=True, reason="rows of other slots are given up, and their environments have gone on")

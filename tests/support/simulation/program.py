@@ -107,7 +107,7 @@ class Program:
                 ("send", self.send),
                 ("send", self.send),
                 ("pause", self.pause),
-                ("masked reset", self.masked_reset) if MASKED_RESET_IN_FLIGHT else ("recv", self.recv),
+                ("masked reset", self.masked_reset),
                 ("reset", self.reset),
             ]
         elif phase is Phase.COLLECTING:
@@ -211,11 +211,12 @@ class Program:
         mask = np.array([self.world.choices.draw(2) == 0 for _ in range(self.n)])
         if not mask.any():
             mask[self.world.choices.draw(self.n)] = True
+        if not MASKED_RESET_IN_FLIGHT:  # of others, only rows that report a loss are under way: the next step has them
+            mask |= self.driver.rows.awaited & ~self.driver.rows.is_loss
         self.actions = {}
         slots = np.flatnonzero(mask).tolist()
         others = np.flatnonzero(~mask).tolist()
-        before = self.phase
-        if before in (Phase.PARTIAL, Phase.COLLECTING, Phase.INTERRUPTED):
+        if self.phase is Phase.COLLECTING or MASKED_RESET_IN_FLIGHT:
             self.ledger.give_up(others)
         try:
             obs, _ = self._attempt(lambda: self.envs.reset(options={"reset_mask": mask}), *LOSSES, is_whole=True)
