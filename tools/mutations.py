@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-SUPPORT = ROOT / "tests" / "support"
+SIMULATION = ROOT / "tests" / "support" / "simulation"
 
 
 class Mutation(NamedTuple):
@@ -60,8 +60,8 @@ MUTATIONS = [
     Mutation(
         "a reset does not forget a loss",
         "engine/slots.py",
-        "        record.loss = None\n        if record.env is Env.HELD:\n            self._live(record, \"reset\")",
-        "        if record.env is Env.HELD:\n            self._live(record, \"reset\")",
+        '        record.loss = None\n        if record.env is Env.HELD:\n            self._live(record, "reset")',
+        '        if record.env is Env.HELD:\n            self._live(record, "reset")',
     ),
     Mutation(
         "losses of rows that were given up are forgotten",
@@ -290,12 +290,13 @@ def look(mutation: Mutation, seconds: float) -> tuple[bool, str]:
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "clusterenv"
         shutil.copytree(ROOT / "src" / "clusterenv", package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(SIMULATION, Path(folder) / "simulation", ignore=shutil.ignore_patterns("__pycache__"))
         file = package / mutation.file
         text = file.read_text()
         if mutation.old not in text:
             return False, f"NOT PLANTED  {mutation.name}: {mutation.file} has changed"
         file.write_text(text.replace(mutation.old, mutation.new, 1))
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(SUPPORT)])}
+        env = {**os.environ, "PYTHONPATH": folder}
         command = [sys.executable, "-c", _LOOK, str(seconds)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20 * seconds + 120)
     if done.returncode:

@@ -16,8 +16,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-from simulation.coverage import Coverage, counted  # type: ignore[import-not-found]  # noqa: E402
-from simulation.schedule import Outcome, run, shortest  # type: ignore[import-not-found]  # noqa: E402
+from simulation.coverage import Coverage, counted  # type: ignore[import-not-found]
+from simulation.schedule import Outcome, run, shortest  # type: ignore[import-not-found]
 
 _BLOCK = 50
 """Schedules between two reports of a process."""

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
-from simulation.ledger import logits
-from simulation.schedule import opened
 
 import clusterenv as ce
 from clusterenv.engine.slots import Env, Episode, Row, after_loss
 from clusterenv.errors import UsageError
 from clusterenv.system import interrupts
 from clusterenv.vector.phases import Phase
+from simulation.ledger import logits
+from simulation.schedule import opened
 
 
 def once(fault: str, at: tuple[int, str], world: Any) -> Callable[[str], bool]:
@@ -150,7 +150,7 @@ def test_a_failure_that_is_known_is_not_taken_for_another_one() -> None:
             collector.rollout(2)
         envs._driver.executor.poll = poll
         world.planned = once("raise", (1, "step"), world)
-        obs, rewards, *_ = envs.step(np.zeros(2, np.int64))
+        obs, *_ = envs.step(np.zeros(2, np.int64))
         assert world.of_number(obs[1, 0]).t == 0
         assert envs.stats()["events"]["env_error"] == 1
 
@@ -199,6 +199,18 @@ def test_the_fragment_after_a_failure_shows_the_last_observation_that_is_finite(
         items.close()
         assert not any(batch.valid.any() for batch in batches)
         assert all(np.isfinite(batch.obs).all() and np.isfinite(batch.last_obs).all() for batch in batches)
+
+
+def test_an_attribute_reaches_an_environment_that_is_being_made() -> None:
+    with opened(2, 1) as (world, envs):
+        envs.reset()
+        driver = envs._driver
+        driver._slots.lose_by_error(1, "planned", world.clock.now_s)
+        driver._slots.bring_back(1)
+        driver._engine.failures.rebuild_due(world.clock.now_s)
+        assert driver._slots.env(1) is Env.REBUILDING
+        envs.set_attr("mark", 7)
+        assert [env.mark for env in driver.executor.by_index[0].dispatcher.group.envs] == [7, 7]
 
 
 @pytest.mark.xfail(strict=True, reason="rows of other slots are given up, and their environments have gone on")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from simulation.schedule import run
 
 SEEDS = range(0, 160, 20)

@@ -18,6 +18,7 @@ from clusterenv.engine.health import Health, PaceWatch
 from clusterenv.engine.inputs import Cause, Exit, Placed, Stack, WeightsHeld, WeightsRefused, WeightsSent
 from clusterenv.engine.instructions import PutWeights
 from clusterenv.engine.requests import Kind, Request
+from clusterenv.engine.slots import Env
 from clusterenv.engine.state import State
 from clusterenv.engine.workers import Progress
 from clusterenv.events import Event
@@ -115,11 +116,16 @@ class Engine:
         state, requests = self.state, []
         state.incarnations.remember_attribute(name, values)
         for worker in state.workers:
-            here = [slot for slot in worker.slots if slot in values and not state.slots.is_gone(slot)]
+            here = [slot for slot in worker.slots if slot in values and self._can_be_set(slot)]
             if here:
                 message = SetAttr(state.requests.next_number(), here, name, [values[slot] for slot in here])
                 requests.append(state.ask(worker.index, Kind.CALL, here, message, now_s))
         return requests
+
+    def _can_be_set(self, slot: int) -> bool:
+        """Whether there is an environment, or one is being made with the attributes that were there before."""
+        slots = self.state.slots
+        return not slots.is_gone(slot) or (slots.env(slot) is Env.REBUILDING and not self.state.is_vector)
 
     # -- what was heard ---------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What happens next: drawn from a seed, or read from a list of earlier draws; and how a failing list is made shorter."""
+"""What happens next: drawn from a seed, or read from earlier draws; and how a failing list of draws is made short."""
 
 from __future__ import annotations
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from simulation.world import World
 
 from clusterenv.engine.collecting.fragments import FragmentState
 from clusterenv.engine.inputs import WeightsHeld
 from clusterenv.engine.requests import Kind
 from clusterenv.engine.slots import Env
 from clusterenv.engine.workers import WorkerState
+from simulation.world import World
 
 __all__ = ["check_engine", "check_size"]
 

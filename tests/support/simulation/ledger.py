@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
+
 from simulation.world import Produced, World
 
 __all__ = ["Ledger", "View"]
@@ -160,7 +161,9 @@ class Ledger:
             self._deliver(new, slot)
             view.last, view.is_broken = new, False
         else:
-            self._need(obs[0] == last.number or not is_known, slot, f"a loss shows {obs[0]}, the last was {last.number}")
+            self._need(
+                obs[0] == last.number or not is_known, slot, f"a loss shows {obs[0]}, the last was {last.number}"
+            )
             view.is_broken = True
         view.may_skip = False
 
@@ -183,9 +186,7 @@ class Ledger:
             end = self._world.of_number(batch.rewards[t, column])
             self._need((end.total, end.t) == (total, length), slot, f"episode of {length} steps, {total} in all")
 
-    def _column(
-        self, batch: Any, column: int, slot: int, finals: dict[tuple[int, int], Any], is_stream: bool
-    ) -> None:
+    def _column(self, batch: Any, column: int, slot: int, finals: dict[tuple[int, int], Any], is_stream: bool) -> None:
         view, steps = self.views[slot], len(batch.rewards)
         valid = batch.valid[:, column]
         if not valid[0]:
@@ -280,6 +281,9 @@ class Ledger:
 
     def _deliver(self, record: Produced, slot: int) -> None:
         self._need(not record.is_delivered, slot, f"{_of(record)} was delivered before")
+        world = self._world
+        if world.marked_from is not None and record.number > world.marked_from:
+            self._need(record.mark == world.mark, slot, f"mark is {record.mark}, the user set {world.mark}")
         record.is_delivered = True
 
     def _need(self, is_true: bool, slot: int, text: str) -> None:

@@ -9,8 +9,6 @@ from collections import deque
 from typing import Any
 
 from gymnasium.vector import AutoresetMode
-from simulation.processes import Memory, Process, SimulatedExecutor
-from simulation.world import World
 
 from clusterenv.engine.inputs import Cause, Exit, Placed, WeightsHeld, WeightsRefused, WeightsSent
 from clusterenv.engine.requests import Request
@@ -18,6 +16,8 @@ from clusterenv.errors import UsageError
 from clusterenv.memory.progress import PROGRESS_BYTES
 from clusterenv.wire.requests import LoadWeights
 from clusterenv.worker.dispatch import Dispatcher
+from simulation.processes import Memory, Process, SimulatedExecutor
+from simulation.world import World
 
 __all__ = ["SimulatedCluster"]
 

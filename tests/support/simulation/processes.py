@@ -13,8 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from gymnasium.vector import AutoresetMode
-from simulation.environment import SimulatedEnv
-from simulation.world import Died, Hangs, World
 
 from clusterenv.engine.inputs import Exit, Stack
 from clusterenv.executors.contract import is_plain
@@ -24,6 +22,8 @@ from clusterenv.memory.rows import Layout
 from clusterenv.system import interrupts
 from clusterenv.wire.requests import Evaluate, Rebuild
 from clusterenv.worker.dispatch import Dispatcher
+from simulation.environment import SimulatedEnv
+from simulation.world import Died, Hangs, World
 
 __all__ = ["Process", "SimulatedExecutor", "Workers", "interrupt"]
 

@@ -10,13 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gymnasium.vector import AutoresetMode
-from simulation import program as programs
-from simulation.choices import Choices, shrink, trimmed
-from simulation.clock import virtual_time
-from simulation.invariants import check_engine
-from simulation.nodes import SimulatedCluster
-from simulation.processes import SimulatedExecutor
-from simulation.world import FAULTS, Failure, World
 
 import clusterenv.env as env_module
 from clusterenv.backends.local import split
@@ -24,6 +17,13 @@ from clusterenv.driver import Driver
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
 from clusterenv.system import interrupts
+from simulation import program as programs
+from simulation.choices import Choices, shrink, trimmed
+from simulation.clock import virtual_time
+from simulation.invariants import check_engine
+from simulation.nodes import SimulatedCluster
+from simulation.processes import SimulatedExecutor
+from simulation.world import FAULTS, Failure, World
 
 __all__ = ["Outcome", "opened", "run", "shortest"]
 
@@ -73,9 +73,7 @@ class _Backend:
         else:
             executor = SimulatedExecutor(world, workers, mode, n)
         slots_of = split(n, workers)
-        driver = Driver(
-            executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=shard_of
-        )
+        driver = Driver(executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=shard_of)
         executor.on_wait = lambda: check_engine(world, driver)
         return driver
 

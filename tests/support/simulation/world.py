@@ -83,6 +83,9 @@ class World:
     is_evaluating: bool = False
     seeds: set[int] = field(default_factory=set)
     """Seeds of rebuilt environments."""
+    mark: int = 0
+    marked_from: int | None = 0
+    """What is produced after so many has `mark`; None: that is not known."""
     user_seeds: set[int] = field(default_factory=set)
     planned: Callable[[str], bool] | None = None
     """Says what goes wrong, instead of chance."""
