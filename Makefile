@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
+# Every worker process of every test would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Which real clusters `make test-clusters` and `make test-smoke` set up.
 CLUSTERS ?= slurm ray kubernetes
 REAL := slurm or ray or kubernetes

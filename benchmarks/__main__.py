@@ -143,6 +143,7 @@ def measure(
     ]
     # PYTHONPATH reaches the workers of every subject, who load the synthetic environments by name.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # or a source tree would be compiled anew at every start
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     timeout_s = WARMUP_S + seconds + START_AND_STOP_S

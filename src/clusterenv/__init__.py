@@ -1,34 +1,45 @@
-"""ClusterEnv: Gymnasium environments on a cluster, while the learner stays yours."""
+"""ClusterEnv: Gymnasium environments on a cluster, while the learner stays yours.
+
+Names are imported when they are first used: a worker process imports this package too, and needs none of the head.
+"""
 
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from clusterenv._version import __version__
-from clusterenv.backends import Kubernetes, Local, Loopback, Manual, Ray, Slurm
-from clusterenv.backends.contract import Backend
-from clusterenv.collector import Collector
-from clusterenv.env import ClusterEnv
-from clusterenv.errors import ActionError as ActionError  # importable from here as ever; `clusterenv.errors` lists them
-from clusterenv.errors import ClosedError as ClosedError
-from clusterenv.errors import ClusterEnvError, DeadlineError, EnvError, StartError, WorkerLostError
-from clusterenv.errors import CrashLoopError as CrashLoopError
-from clusterenv.errors import KeyFileError as KeyFileError
-from clusterenv.errors import NotPlainError as NotPlainError
-from clusterenv.errors import PolicyError as PolicyError
-from clusterenv.errors import ProtocolError as ProtocolError
-from clusterenv.errors import SpecError as SpecError
-from clusterenv.errors import UsageError as UsageError
-from clusterenv.events import Event
-from clusterenv.making import make_vec
-from clusterenv.policy.acting.base import Policy
-from clusterenv.policy.acting.numpy import NumpyPolicy, RandomPolicy
-from clusterenv.policy.sync.rules import APS, Always, Every, Never, Standing
-from clusterenv.recovery import Recovery
-from clusterenv.rollout import Evaluation, Receipt, Rollout
-from clusterenv.spec import Vector
 
-if TYPE_CHECKING:  # torch is imported by those who use it: __getattr__ below
+if TYPE_CHECKING:
+    from clusterenv import backends as backends
+    from clusterenv import errors as errors
+    from clusterenv.backends.contract import Backend
+    from clusterenv.backends.kubernetes import Kubernetes
+    from clusterenv.backends.local import Local
+    from clusterenv.backends.loopback import Loopback
+    from clusterenv.backends.manual import Manual
+    from clusterenv.backends.ray import Ray
+    from clusterenv.backends.slurm import Slurm
+    from clusterenv.collector import Collector
+    from clusterenv.env import ClusterEnv
+    from clusterenv.errors import ActionError as ActionError
+    from clusterenv.errors import ClosedError as ClosedError
+    from clusterenv.errors import ClusterEnvError, DeadlineError, EnvError, StartError, WorkerLostError
+    from clusterenv.errors import CrashLoopError as CrashLoopError
+    from clusterenv.errors import KeyFileError as KeyFileError
+    from clusterenv.errors import NotPlainError as NotPlainError
+    from clusterenv.errors import PolicyError as PolicyError
+    from clusterenv.errors import ProtocolError as ProtocolError
+    from clusterenv.errors import SpecError as SpecError
+    from clusterenv.errors import UsageError as UsageError
+    from clusterenv.events import Event
+    from clusterenv.making import make_vec
+    from clusterenv.policy.acting.base import Policy
+    from clusterenv.policy.acting.numpy import NumpyPolicy, RandomPolicy
     from clusterenv.policy.acting.torch import TorchPolicy
+    from clusterenv.policy.sync.rules import APS, Always, Every, Never, Standing
+    from clusterenv.recovery import Recovery
+    from clusterenv.rollout import Evaluation, Receipt, Rollout
+    from clusterenv.spec import Vector
 
 __all__ = [
     "ClusterEnv",
@@ -65,14 +76,52 @@ __all__ = [
 ]
 
 
+_MODULES = {
+    "backends.contract": ("Backend",),
+    "backends.kubernetes": ("Kubernetes",),
+    "backends.local": ("Local",),
+    "backends.loopback": ("Loopback",),
+    "backends.manual": ("Manual",),
+    "backends.ray": ("Ray",),
+    "backends.slurm": ("Slurm",),
+    "collector": ("Collector",),
+    "env": ("ClusterEnv",),
+    "errors": ("ClusterEnvError", "DeadlineError", "EnvError", "StartError", "WorkerLostError"),
+    "events": ("Event",),
+    "making": ("make_vec",),
+    "policy.acting.base": ("Policy",),
+    "policy.acting.numpy": ("NumpyPolicy", "RandomPolicy"),
+    "policy.acting.torch": ("TorchPolicy",),
+    "policy.sync.rules": ("APS", "Always", "Every", "Never", "Standing"),
+    "recovery": ("Recovery",),
+    "rollout": ("Evaluation", "Receipt", "Rollout"),
+    "spec": ("Vector",),
+}
+_UNLISTED_ERRORS = (
+    "ActionError",
+    "ClosedError",
+    "CrashLoopError",
+    "KeyFileError",
+    "NotPlainError",
+    "PolicyError",
+    "ProtocolError",
+    "SpecError",
+    "UsageError",
+)
+"""Importable from here as ever; `clusterenv.errors` lists them."""
+
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+_MODULE_OF |= dict.fromkeys(_UNLISTED_ERRORS, "errors")
+
 if not TYPE_CHECKING:  # or a type checker would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
-        if name == "TorchPolicy":
-            from clusterenv.policy.acting.torch import TorchPolicy
-
-            return TorchPolicy
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        if name in ("backends", "errors"):
+            return import_module(f"{__name__}.{name}")
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,8 @@
-"""Check the kind of the values that a user passes; one wording for every argument.
+"""Check the types of the values that a user passes, with one wording for all arguments. Pure.
 
 `expect` checks one argument against an annotation (`int`, `float | None`, `Literal["a", "b"]`, `Sequence[str]`, a
-class); `check_fields` checks every field of a config dataclass against its own annotation. Both raise a `SpecError`
-that names the argument, what was given, what was expected and, where it can be guessed, what to write instead. Pure.
+class); `check_fields` checks every field of a config dataclass. Both raise a `SpecError` that names the argument, what
+was given, what was expected and, where it can be guessed, what to write instead.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 import numpy as np
 
 from clusterenv.errors import SpecError
-
-__all__ = ["check_fields", "closest", "expect", "field_kinds", "fits", "refused", "shown"]
 
 _PLAIN: dict[Any, str] = {
     int: "a whole number",
@@ -102,12 +100,12 @@ def fits(value: Any, kind: Any) -> bool:
         )
     if origin is Callable or kind is Callable:
         return callable(value)
-    # The class itself in place of an instance of it is the commonest slip, and has the same attributes.
+    # A class in place of its instance is the most common mistake, and has the same attributes.
     return not isinstance(value, type) and isinstance(value, origin or kind)
 
 
 def _is_row(value: Any) -> bool:
-    """Several values in an order: lists and arrays count as tuples, a string does not."""
+    """Return whether this is a sequence of values: a list, a tuple or an array, not a string."""
     return isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, (str, bytes))
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from clusterenv._version import __version__
 
-__all__ = ["main"]
-
 _PR_SET_PDEATHSIG = 1
 
 
@@ -24,26 +22,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     node = commands.add_parser("node", help="run the environments of one machine for a training script elsewhere")
-    node.add_argument(
-        "--join",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="the key file that the script made; - reads standard input",
-    )
-    node.add_argument(
-        "--key-timeout-s", type=float, default=60.0, help="wait so long for a key file that is not there yet"
-    )
-    node.add_argument(
-        "--key-sha256", metavar="HEX", help="accept a key file of another owner, if this is the SHA-256 of its content"
-    )
-    node.add_argument("--lease-s", type=float, default=60.0, help="give up when the script is gone for so long")
+    node.add_argument("--join", type=Path, required=True, metavar="FILE", help="the node's key file; - reads stdin")
+    node.add_argument("--key-timeout-s", type=float, default=60.0, help="how long to wait for a missing key file")
+    node.add_argument("--key-sha256", metavar="HEX", help="accept a key file of any owner with this SHA-256")
+    node.add_argument("--lease-s", type=float, default=60.0, help="end when the script is gone for so long")
     node.add_argument("--dead-after-s", type=float, default=60.0, help="a silent connection counts as gone")
     node.add_argument("--grace-s", type=float, default=30.0, help="from SIGTERM until the scheduler kills this process")
-    node.add_argument("--no-pickle", action="store_true", help="take ids, arguments and weights, but no code")
-    node.add_argument(
-        "--mounted", action="store_true", help="the key is a mounted Secret: whose file it is says nothing"
-    )
+    node.add_argument("--no-pickle", action="store_true", help="accept ids, arguments and weights, but no code")
+    node.add_argument("--mounted", action="store_true", help="the key is a mounted Secret: do not check its owner")
     node.add_argument("--with-parent", action="store_true", help="leave when the process that started this one ends")
     script = commands.add_parser("script", help="print what a backend would submit for one node")
     script.add_argument("backend", metavar="NAME", help="slurm, kubernetes, or another one that is installed")
@@ -51,15 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     gc = commands.add_parser("gc", help="remove what killed training scripts have left: jobs, key files")
     gc.add_argument("--folder", type=Path, action="append", help="where run folders are, if not in the usual places")
     gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    gc.add_argument(
-        "--run", help="this run only, also where it cannot be told from here that its script has ended: you know that"
-    )
-    gc.add_argument(
-        "--owner-squashed", action="store_true", help="the file system shows another owner for your files (NFS)"
-    )
-    gc.add_argument(
-        "--kubernetes", action="store_true", help="look for runs in a namespace too: of scripts that ran in a pod"
-    )
+    gc.add_argument("--run", help="only this run, also if it is not known here whether its script has ended")
+    gc.add_argument("--owner-squashed", action="store_true", help="the file system (NFS) shows other owners")
+    gc.add_argument("--kubernetes", action="store_true", help="also remove runs of scripts in pods from a namespace")
     gc.add_argument("--namespace", help="with --kubernetes; default: that of the context")
     gc.add_argument("--context", help="with --kubernetes: of the kubeconfig")
     args = parser.parse_args(argv)
@@ -93,7 +73,8 @@ def end_with_parent() -> None:
 
 def run_node(args: argparse.Namespace) -> int:
     from clusterenv.errors import KeyFileError
-    from clusterenv.node.agent import NEVER, Agent
+    from clusterenv.node.agent import Agent
+    from clusterenv.system.exits import NEVER
     from clusterenv.transport.keys import await_joining, read_joining_from
 
     try:
@@ -127,7 +108,7 @@ def print_script(name: str, options: list[str]) -> int:
 
 
 def _made(backend: type[Any], options: list[str]) -> Any:
-    """Return the backend with these NAME=VALUE options; a value is JSON where its field takes that, or plain text."""
+    """Return the backend with these NAME=VALUE options. A value is JSON if its field accepts that, or plain text."""
     from clusterenv.arguments import closest, field_kinds, fits
     from clusterenv.backends.registry import required
     from clusterenv.errors import SpecError

@@ -15,8 +15,6 @@ import numpy as np
 
 from clusterenv.driver import Driver
 from clusterenv.engine.collecting.assembly import Part, end_episodes, put_together, size_of
-from clusterenv.engine.collecting.collecting import Attached
-from clusterenv.engine.collecting.counters import Counters
 from clusterenv.engine.collecting.fragments import Fragment
 from clusterenv.engine.collecting.synchronization import Synchronization
 from clusterenv.engine.collecting.weights import Machine
@@ -36,11 +34,10 @@ _FIRST_STATES = 64
 class Collection:
     """What one policy collects."""
 
-    def __init__(self, driver: Driver, policy: Policy, attached: Attached, sync: Synchronization) -> None:
+    def __init__(self, driver: Driver, policy: Policy, sync: Synchronization) -> None:
         self.fragments = driver.collecting.fragments
         self.sync = sync
-        self.counts = Counters(len(driver.slots_of))
-        self.attached = attached
+        self.counts = sync.counts
         self._driver = driver
         self._policy = policy
         self._sequence = np.zeros(len(driver.slots_of), dtype=np.int64)
@@ -53,7 +50,6 @@ class Collection:
         if not sync.is_attached:
             some = np.arange(min(driver.num_envs, _FIRST_STATES))
             sync.attach(driver.rows.peek_obs(some) if sync.wants_first_states else None)
-            driver.collecting.attach(self.attached)
         for machine in driver.weights:
             self._decide(machine)
 
@@ -76,7 +72,7 @@ class Collection:
 
     def start_rollout(self, num_steps: int, on_loss: Literal["rerun", "mask"]) -> None:
         self._prepare(num_steps)
-        self.fragments.start_rollout(num_steps, on_loss)
+        self.fragments.start_rollout(num_steps, on_loss, self.counts)
         self._begin()
 
     def _prepare(self, num_steps: int, num_sides: int = 2) -> None:
@@ -128,7 +124,7 @@ class Collection:
 
     def start_stream(self, num_steps: int, queue: int) -> None:
         self._prepare(num_steps, max(queue, 2))
-        self.fragments.start_stream(num_steps, queue)
+        self.fragments.start_stream(num_steps, queue, self.counts)
 
     @uninterrupted
     def feed(self, max_staleness: int | None) -> None:
@@ -182,7 +178,7 @@ class Collection:
 
     def stop_stream(self) -> None:
         """Take no more; what runs is finished, dropped and counted."""
-        self.counts.counts["dropped_fragments"] += self.fragments.abandon()
+        self.fragments.drop()
         while True:
             try:
                 self._settle()
@@ -203,7 +199,7 @@ class Collection:
             result = part.result
             if result is None:
                 continue
-            stand = self.sync.delivered(part.worker, result.version, size_of(part, num_steps))
+            stand = self.sync.delivered(part.worker, result.version, size_of(part))
             slots = tuple(part.slots)
             receipts.append(Receipt(part.worker, slots, result.version, stand.lag, stand.drift, stand.drift_se))
             self.counts.fragment(part.worker, num_steps * len(slots), result.env_s, result.policy_s)

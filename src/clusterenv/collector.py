@@ -18,6 +18,7 @@ from clusterenv.arguments import expect, fits, refused
 from clusterenv.code.missing import carry, dumps, why
 from clusterenv.collection import Collection
 from clusterenv.engine.collecting.collecting import Attached
+from clusterenv.engine.collecting.counters import Counters
 from clusterenv.engine.collecting.fragments import Mode
 from clusterenv.engine.collecting.synchronization import Synchronization
 from clusterenv.errors import PolicyError, UsageError
@@ -82,9 +83,9 @@ class Collector:
         if codec is None:
             codec = "auto" if envs._is_remote and isinstance(rule, APS) else "fp32"
         exchange = Exchange(self._policy, recipe, prepared.family, rule, codec)
-        self._sync = Synchronization(exchange, self._driver.weights, prepared)
-        self._collection = Collection(self._driver, self._policy, attached, self._sync)
-        self._counts = self._collection.counts
+        self._counts = Counters(len(self._driver.slots_of))
+        self._sync = Synchronization(exchange, self._driver.weights, prepared, attached, self._counts)
+        self._collection = Collection(self._driver, self._policy, self._sync)
         in_obs = prepared.mask in getattr(envs.single_observation_space, "spaces", {})
         self._watch = KeyWatch(None if in_obs else prepared.mask, ())  # of `step(agent)`; fragments have their own
 
@@ -106,7 +107,7 @@ class Collector:
         self._envs._ready_to_collect(self, "rollout")
         begin = time.perf_counter()
         collection, fragments = self._collection, self._collection.fragments
-        if fragments.mode is Mode.ROLLOUT and not self._sync.is_attached:
+        if fragments.mode is Mode.ROLLOUT and fragments.owner is not self._counts:
             raise UsageError("another collector's fragment is under way: take it with its rollout(), or reset() first")
         if fragments.mode is Mode.ROLLOUT and fragments.num_steps != num_steps:
             raise UsageError(
@@ -115,6 +116,8 @@ class Collector:
             )
         if fragments.mode is Mode.IDLE:
             self._start(num_steps)
+        elif not self._sync.is_attached:
+            collection.decide_all()  # another collector has evaluated: what is lost is run again with this policy
         batch = collection.batch(collection.wait_for_rollout(timeout_s), num_steps, copy)
         if self._prefetch:
             self._start(num_steps)
@@ -123,7 +126,6 @@ class Collector:
 
     def _start(self, num_steps: int) -> None:
         self.publish()
-        self._envs._attached = self
         self._collection.start_rollout(num_steps, self._on_loss)
 
     def stream(
@@ -163,7 +165,6 @@ class Collector:
         collection = self._collection
         if self._sync.publisher.version < 0:
             self.publish()
-        self._envs._attached = self
         collection.start_stream(num_steps, queue)
         begin = asked = time.perf_counter()
         try:
@@ -186,14 +187,9 @@ class Collector:
         self._counts.spent(now - begin)
         return now
 
-    def count_dropped(self, fragments: int) -> None:
-        """These were given up before anybody took them."""
-        self._counts.counts["dropped_fragments"] += fragments
-
     def hand_over(self) -> dict[str, Any]:
         """The agent as it is now is what the workers have; returns its knobs."""
         self.publish()
-        self._envs._attached = self
         self._collection.hand_over()
         return self._policy.knobs()
 
@@ -241,7 +237,7 @@ class Collector:
         if record > episodes:
             raise refused("evaluate", "record", record, f"at most episodes={episodes}")
         self._envs._ready_to_collect(self, "evaluate")
-        if deterministic and isinstance(self._collection.attached.family, Uniform):
+        if deterministic and isinstance(self._sync.policy.family, Uniform):
             raise PolicyError("a random policy has no greedy action: evaluate(deterministic=False)")
         other, policy = None, self._policy
         if agent is not None and agent is not self.agent:
@@ -249,7 +245,6 @@ class Collector:
             policy.prepare(self._envs.single_observation_space, self._envs.single_action_space)
             other = encode(policy.weights())
         self.publish()
-        self._envs._attached = self
         played = self._collection.evaluate(episodes, seed, deterministic, record, policy.knobs(), other)
         return Evaluation(
             np.array([episode.total for episode in played]),
@@ -261,21 +256,19 @@ class Collector:
     # -- resuming ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        version = self._sync.publisher.version
-        return {"version": version, "seed": self._collection.attached.seed, "counts": dict(self._counts.counts)}
+        return self._sync.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Versions and counters go on; actions come from the random streams of the slots' new incarnations."""
-        if self._sync.is_attached and self._collection.fragments.mode is not Mode.IDLE:
+        if self._collection.fragments.owner is self._counts:
             raise UsageError(
                 "load_state_dict() while a fragment is under way (prefetch, or a call that timed out): "
                 "take it with rollout(), or reset() first"
             )
         self._sync.publisher.resume(state["version"])
-        self._collection.attached = self._collection.attached._replace(seed=state["seed"])
+        self._sync.policy = self._sync.policy._replace(seed=state["seed"])
         if self._sync.is_attached:
             self._sync.detach()  # what the workers have is of other versions, under the same numbers
-            self._envs._attached = None
         self._counts.counts = dict(state["counts"])
 
     # -- looking ----------------------------------------------------------------------------------------------
@@ -290,7 +283,7 @@ class Collector:
             **self._counts.stats(),
             **self._sync.stats(),
             "restarts": sum(self._driver.events.counts.get(kind, 0) for kind in ("worker_lost", "env_error")),
-            "policy": self._collection.attached.family.name,
+            "policy": self._sync.policy.family.name,
         }
 
     def summary(self) -> dict[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,11 @@ _LOOK_EVERY = 16
 
 
 class Driver:
-    """All slots of a run, on the workers of one machine or of many."""
+    """All slots of a run, on the workers of one machine or of many.
+
+    Args:
+        requests: the ledger, where the executor reads it too.
+    """
 
     def __init__(
         self,
@@ -63,6 +68,7 @@ class Driver:
         blueprint: Blueprint,
         events: EventLog,
         node_of: list[int] | None = None,
+        requests: Requests | None = None,
     ) -> None:
         self.executor = executor
         self.slots_of = slots_of
@@ -73,7 +79,7 @@ class Driver:
         self.events = events
         self._inbox: deque[tuple[int, Any]] = deque()
         self._watched_at_s = 0.0
-        self._requests = Requests(len(slots_of))
+        self._requests = Requests(slots_of) if requests is None else requests
         self._workers = Workers(slots_of, self.node_of, recovery.warn_after_s)
         self.weights = WeightLedger(self.node_of)
         self._health = Health(self._workers, self._requests, self.weights, recovery)
@@ -102,16 +108,9 @@ class Driver:
         self.layout = layout = lay_out(agreed, self.num_envs, self.is_vector)
         buffers = Buffers(layout, self.executor.allocate(layout))
         self.rows = Delivery(self.num_envs, self.single_observation_space, buffers)
-        self._slots = Slots(self.mode)
+        self._slots = slots = Slots(self.mode)
         state = State(
-            self._workers,
-            self._slots,
-            self.rows,
-            self._requests,
-            incarnations,
-            self.weights,
-            self.events,
-            self.is_vector,
+            self._workers, slots, self.rows, self._requests, incarnations, self.weights, self.events, self.is_vector
         )
         attach = Attach(layout, self.single_observation_space, self.single_action_space)
         self._state = state
@@ -166,14 +165,14 @@ class Driver:
         if self._inbox or self._slots.records or requests.count:
             self.send_step(None, None)
             return None
-        requests.number = number = requests.number % 0xFFFF_FFFF + 1
+        requests.number = requests.step_all = number = requests.number % 0xFFFF_FFFF + 1
         workers, done = len(self.slots_of), 0
         try:
             answers = self.executor.step_all(number)
             done = workers if answers is None else answers[0]
         finally:
             if done < workers:
-                engine.spill(number, done, time.monotonic())
+                engine.spill(done, time.monotonic())
         if answers is not None:
             for worker, message in answers[1]:
                 if worker < done:
@@ -200,17 +199,11 @@ class Driver:
         self._engine.reset(slots, seeds, options, time.monotonic())
         self.carry_out()
 
-    def call(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        sticky: bool = False,
-        slots: list[int] | None = None,
-    ) -> list[Any]:
-        """Call a method (or read an attribute) of every environment, or of these slots', in ascending order."""
-        gone = tuple(self._state.slots.gone())
+    def send_call(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], slots: list[int] | None = None
+    ) -> list[Request]:
+        """Call a method (or read an attribute) of every environment, or of these slots'; `results` waits for it."""
+        gone = tuple(slot for slot in self._state.slots.gone() if slots is None or slot in slots)
         if gone:
             raise WorkerLostError(
                 f"call({name!r}): the environments of slots {list(gone)} failed and are not back yet; "
@@ -219,12 +212,15 @@ class Driver:
             )
         requests = self._engine.call(name, args, kwargs, slots, time.monotonic())
         self.carry_out()
-        results: list[Any] = []
-        for reply in self.replies(requests):
-            results += reply.result or []
-        if sticky:
-            self._state.incarnations.remember_call(name, args, kwargs, range(self.num_envs) if slots is None else slots)
-        return results
+        return requests
+
+    def results(self, requests: Sequence[Request], timeout_s: float | None = None) -> list[Any]:
+        """Wait for what these calls return, in ascending order of their slots."""
+        return [result for reply in self.replies(requests, timeout_s) for result in reply.result or []]
+
+    def repeat_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], slots: list[int] | None) -> None:
+        """Have a call that was made repeated on every later incarnation."""
+        self._state.incarnations.remember_call(name, args, kwargs, range(self.num_envs) if slots is None else slots)
 
     def set_attr(self, name: str, values: dict[int, Any]) -> None:
         """Set on these slots' environments, as far as they are there, and on every later incarnation."""
@@ -232,15 +228,19 @@ class Driver:
         self.carry_out()
         self.replies(requests)
 
-    def replies(self, requests: list[Request]) -> list[Reply]:
+    def replies(self, requests: Sequence[Request], timeout_s: float | None = None) -> list[Reply]:
         """Wait for the answers to calls; they come in the order of the requests."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not all(request.reply for request in requests):
             lost = [r for r in requests if r.reply is None and not self._requests.is_open(r)]
             if lost:
                 slots = tuple(slot for request in lost for slot in self.slots_of[request.worker])
                 workers = [request.worker for request in lost]
                 raise WorkerLostError(f"workers {workers} died during the call; see events()", slots=slots)
-            self.advance(None)
+            self.advance(deadline)
+            late = [slot for request in requests if request.reply is None for slot in request.slots]
+            if late and deadline is not None and time.monotonic() >= deadline:
+                raise self._late("call_wait", timeout_s, late)
         replies = [request.reply for request in requests if request.reply is not None]
         for reply in replies:
             if reply.faults:
@@ -252,19 +252,20 @@ class Driver:
 
     # -- waiting ----------------------------------------------------------------------------------------------
 
-    def collect(self, min_rows: int, timeout_s: float | None) -> None:
-        """Wait until at least `min_rows` awaited slots have a row."""
+    def collect(self, min_rows: int, timeout_s: float | None, call: str = "recv") -> None:
+        """Wait until at least `min_rows` awaited slots have a row; `call` is what the user called to wait so long."""
         rows = self.rows
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while rows.ready_count < min_rows:
-            if deadline is not None and time.monotonic() >= deadline:
-                late = np.flatnonzero(rows.awaited & ~rows.ready).tolist()
-                workers = sorted({self._workers.of_slot(slot).index for slot in late})
-                raise DeadlineError(
-                    f"{rows.ready_count} of {min_rows} rows within {timeout_s} s; awaited: slots {late} of "
-                    f"workers {workers}. Nothing is lost: call recv() again."
-                )
-            self.advance(deadline)
+            self.advance(deadline)  # at least once: a timeout of 0 asks whether the rows have come
+            if deadline is not None and rows.ready_count < min_rows and time.monotonic() >= deadline:
+                raise self._late(call, timeout_s, np.flatnonzero(rows.awaited & ~rows.ready).tolist())
+
+    def _late(self, call: str, timeout_s: float | None, slots: list[int]) -> DeadlineError:
+        workers = sorted({self._workers.of_slot(slot).index for slot in slots})
+        text = f"The call to `{call}` has timed out after {timeout_s} second(s)"
+        who = f"slots {slots} of workers {workers}"
+        return DeadlineError(f"{text}; awaited: {who}. Nothing is lost: call {call}() again.")
 
     def deliver(self, copy: bool) -> Rows:
         """Hand over every row that is ready, ascending by slot."""

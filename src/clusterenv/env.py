@@ -16,26 +16,27 @@ from typing import Any, Literal
 import numpy as np
 from gymnasium import Space
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from clusterenv.arguments import expect
 from clusterenv.backends import Local
 from clusterenv.backends.contract import Backend, check_backend
 from clusterenv.collector import Collector
-from clusterenv.errors import PendingCallError, PolicyError, UsageError, WorkerLostError
+from clusterenv.errors import PendingCallError, PolicyError, UsageError
 from clusterenv.events import Event, EventLog
 from clusterenv.policy import is_agent
 from clusterenv.policy.sync.rules import Rule
 from clusterenv.policy.weights.packing import Codec
 from clusterenv.recovery import Recovery
 from clusterenv.spec import blueprint
-from clusterenv.system.interrupts import checkpoint, uninterrupted
+from clusterenv.system.interrupts import uninterrupted
 from clusterenv.system.teardown import Teardown
 from clusterenv.vector import parameters
 from clusterenv.vector.actions import ActionReader
+from clusterenv.vector.async_calls import AsyncCalls
 from clusterenv.vector.guard import CallGuard
-from clusterenv.vector.results import StepResult, acted_infos, spread, step_result
+from clusterenv.vector.results import StepResult, acted_infos, step_result
 
 __all__ = ["ClusterEnv"]
 
@@ -44,7 +45,7 @@ _CLOSE_WAIT_S = 10.0
 """How long `close` waits at most."""
 
 
-class ClusterEnv(VectorEnv[Any, Any, Any]):
+class ClusterEnv(AsyncCalls):
     """Gymnasium environments in worker processes, as one vector environment.
 
     Args:
@@ -101,6 +102,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         # Runs at garbage collection and at interpreter exit too; must not hold `self`.
         self._teardown = Teardown(functools.partial(driver.close, _CLOSE_TIMEOUT_S), _CLOSE_WAIT_S)
         weakref.finalize(self, self._teardown.begin).atexit = False
+        self._guard = CallGuard(driver, self._teardown)
         self.autoreset_mode = driver.mode
         self.metadata = {**driver.metadata, "autoreset_mode": driver.mode}
         self.render_mode = driver.render_mode
@@ -109,10 +111,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self.observation_space = driver.observation_space
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._reader = ActionReader(self.single_action_space, self.num_envs, recovery.check)
-        self._guard = CallGuard(driver, self._teardown)
         self._resumed: dict[str, Any] | None = None  # of the run that goes on, for the next collector
         self._stepper: Collector | None = None  # of `step(agent)`
-        self._attached: Collector | None = None  # whose policy the workers have
 
     # -- Gymnasium's face -------------------------------------------------------------------------------------
 
@@ -125,26 +125,10 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         An int seeds slot i with `seed + i`; a list gives each slot its own. Rows still under way are given up.
         """
         self._guard.check("reset")
-        expect("reset", "options", options, Mapping[Any, Any] | None)
-        seeds, bases = parameters.read_seeds(seed, self.num_envs)
-        mask, options = parameters.read_mask(options, self.num_envs)
-        if mask is not None and not self._guard.was_reset and not mask.all():
-            raise UsageError("the first reset() must be of all environments: leave reset_mask out")
-        driver = self._driver
-        dropped = driver.collecting.fragments.abandon()
-        if dropped and self._attached is not None:
-            self._attached.count_dropped(dropped)
-        self._guard.is_interrupted = True
-        driver.drain()
-        driver.set_seed_base(bases)
-        slots = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
-        driver.send_reset(slots, [seeds[slot] for slot in slots], options)
-        driver.collect(len(slots), None)
-        rows = driver.deliver(self.copy)
-        self._guard.was_reset, self._guard.is_interrupted = True, False
-        if mask is None:
-            return rows.obs, rows.infos
-        return driver.rows.peek_obs(np.arange(self.num_envs)), spread(rows.infos, rows.slots, self.num_envs)
+        arguments = parameters.read_reset("reset", seed, options, self.num_envs)
+        self._driver.collecting.fragments.drop()
+        self._send_reset(arguments)
+        return self._finish_reset(arguments, None)
 
     @uninterrupted
     def step(self, actions: Any) -> StepResult:
@@ -169,7 +153,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
                 return result
         else:
             driver.send_step(None, objects)
-        return self._collect_step()
+        return self._finish_step()
 
     def _step_with(self, agent: Any) -> StepResult:
         collector = self._stepper
@@ -181,26 +165,13 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         self._guard.is_interrupted = True
         try:
             driver.send_step(None, None, knobs)
-            obs, rewards, terminations, truncations, infos = self._collect_step()
+            obs, rewards, terminations, truncations, infos = self._finish_step()
         except PolicyError:
             self._guard.is_interrupted = driver.give_up_step()  # where nobody stepped, the same step can be tried again
             raise
         ended = (terminations | truncations) & infos.get("transition_valid", True)
         collector.look_at(infos, bool(ended.any()))
         return obs, rewards, terminations, truncations, {**infos, **acted_infos(driver.acted, self.num_envs)}
-
-    def _collect_step(self) -> StepResult:
-        driver = self._driver
-        try:
-            driver.collect(self.num_envs, None)
-        except WorkerLostError as error:
-            checkpoint()  # Ctrl-C would take the place of this error, and of its rows
-            error.rows = step_result(driver.deliver(True))
-            self._guard.is_interrupted = False
-            raise
-        rows = driver.deliver(self.copy)
-        self._guard.is_interrupted = False
-        return step_result(rows)
 
     def render(self) -> tuple[Any, ...]:
         """One frame per environment."""
@@ -226,11 +197,14 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
     ) -> tuple[Any, ...]:
         self._guard.check(what)
         self._guard.check_not_loaded(what, name)
-        if slots is None:
-            return tuple(self._driver.call(name, args, kwargs, sticky=sticky))
-        chosen = parameters.read_slots(what, slots, self.num_envs, self._is_vector)
-        ascending = sorted(chosen)
-        values = self._driver.call(name, args, kwargs, sticky=sticky, slots=ascending)
+        driver = self._driver
+        chosen = None if slots is None else parameters.read_slots(what, slots, self.num_envs, self._is_vector)
+        ascending = None if chosen is None else sorted(chosen)
+        values = driver.results(driver.send_call(name, args, kwargs, ascending))
+        if sticky:
+            driver.repeat_call(name, args, kwargs, ascending)
+        if chosen is None or ascending is None:
+            return tuple(values)
         value_of = dict(zip(ascending, values, strict=True))
         return tuple(value_of[slot] for slot in chosen)
 
@@ -264,6 +238,7 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         teardown = getattr(self, "_teardown", None)
         if teardown is not None:
             teardown()
+            self._guard.warn_of_pending()
 
     def __enter__(self) -> ClusterEnv:
         return self
@@ -370,7 +345,8 @@ class ClusterEnv(VectorEnv[Any, Any, Any]):
         Episodes in flight cannot be resumed: a later run begins every slot anew, with seeds not used before.
         """
         self._guard.check_open("state_dict")
-        collector = self._attached.state_dict() if self._attached is not None else None
+        attached = self._driver.weights.attached
+        collector = None if attached is None else attached.state_dict()
         return {"format": 1, "num_envs": self.num_envs, "pool": self._driver.state_dict(), "collector": collector}
 
     @uninterrupted

@@ -1,44 +1,23 @@
-"""One exception tree: every error says whose fault it is, which slot or worker, and what to do next.
+"""All exceptions: each message says whose fault it is, which slot or worker, and what to do next.
 
-Errors that have a natural parent among the built-in ones or Gymnasium's inherit from it too, so that code written
-against Gymnasium (`except ValueError`, `except ClosedEnvironmentError`) keeps working.
+Errors also inherit from the matching built-in or Gymnasium class, so that code written for Gymnasium
+(`except ValueError`, `except ClosedEnvironmentError`) keeps working.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
-
-__all__ = [
-    "ClusterEnvError",
-    "SpecError",
-    "ArgumentTypeError",
-    "SpacesError",
-    "ActionError",
-    "ActionTypeError",
-    "UsageError",
-    "ClosedError",
-    "PendingCallError",
-    "NoPendingCallError",
-    "EnvError",
-    "PolicyError",
-    "CrashLoopError",
-    "WorkerLostError",
-    "DeadlineError",
-    "StartError",
-    "KeyFileError",
-    "NotPlainError",
-    "ProtocolError",
-]
 
 
 class ClusterEnvError(Exception):
     """Root of everything that this package raises on purpose."""
 
     def __reduce__(self) -> Any:
-        # Exceptions are unpickled by calling their class with `args`, which fails where it has keyword arguments too.
-        # A process pool whose task raises such a one breaks.
+        # By default the class is called with `args`, which fails where it has keyword arguments too, and breaks a
+        # process pool whose task raises such an error.
         return _restore, (type(self), self.args, self.__dict__)
 
 
@@ -69,35 +48,27 @@ class ActionTypeError(ActionError, TypeError):
 
 
 class UsageError(ClusterEnvError, RuntimeError):
-    """A call came at a moment when it has no meaning (step before reset, a step still in flight)."""
+    """A call is not possible in this state (step before reset, a step still in flight)."""
 
 
 class ClosedError(UsageError, ClosedEnvironmentError):
     """The environments were closed."""
 
 
-class PendingCallError(UsageError, AlreadyPendingCallError):
+class PendingCallError(AlreadyPendingCallError, UsageError):
     """A call came while another one is pending.
 
     Attributes:
-        name: the pending one: "step" (from `send`), "rollout" or "stream".
+        name: the pending one: "step" (from `send` or `step_async`), "reset", "call", "rollout" or "stream".
     """
 
-    def __init__(self, message: str, name: str) -> None:
-        UsageError.__init__(self, message)
-        self.name = name
 
-
-class NoPendingCallError(UsageError, NoAsyncCallError):
-    """Rows were asked for, and none are in flight.
+class NoPendingCallError(NoAsyncCallError, UsageError):
+    """The results of a call were asked for that is not pending.
 
     Attributes:
-        name: the call that would have to be pending: "step".
+        name: the call that would have to be pending: "step" (for `recv` too), "reset" or "call".
     """
-
-    def __init__(self, message: str, name: str) -> None:
-        UsageError.__init__(self, message)
-        self.name = name
 
 
 class EnvError(ClusterEnvError, RuntimeError):
@@ -146,7 +117,7 @@ class WorkerLostError(ClusterEnvError, RuntimeError):
         self.rows = rows
 
 
-class DeadlineError(ClusterEnvError, TimeoutError):
+class DeadlineError(ClusterEnvError, TimeoutError, multiprocessing.TimeoutError):
     """A call's deadline passed. The message names who was awaited; the request is still under way."""
 
 
@@ -156,12 +127,12 @@ class StartError(ClusterEnvError, RuntimeError):
 
 
 class KeyFileError(ClusterEnvError, OSError):
-    """A key file that others can read or could have made: nothing was started with it."""
+    """Others can read a key file, or could have made it: nothing was started with it."""
 
 
 class NotPlainError(ClusterEnvError, TypeError):
-    """Something other than plain data was to travel over the network; the message says where it is."""
+    """Something other than plain data was to be sent over the network; the message says where it is."""
 
 
 class ProtocolError(ClusterEnvError, ValueError):
-    """The other side of a connection sent what the protocol does not know. Its fault, not yours."""
+    """The other side of a connection sent what the protocol does not allow."""

@@ -1,7 +1,7 @@
-"""What happened to the environments: structured records with their cause, newest last, and how the user hears of it.
+"""Events of the environments, workers and nodes, and everything that this package logs.
 
-Faults enter from the driver; `ClusterEnv.events()` hands them to the user, and each one is logged once. Everything that
-this package logs goes through here: to the `clusterenv` logger, quiet below warnings unless logging is configured.
+The driver adds events; `ClusterEnv.events()` returns them, and each one is logged once. All logging goes to the
+`clusterenv` logger, which shows only warnings unless logging is configured.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import sys
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
-
-__all__ = ["Event", "EventLog", "emit", "emit_output", "emit_progress", "instruct"]
 
 logger = logging.getLogger("clusterenv")
 output = logging.getLogger("clusterenv.output")
@@ -71,30 +69,28 @@ class EventLog:
 def emit(level: int, text: str) -> None:
     """Log `text` on the `clusterenv` logger.
 
-    Where no logging is configured, Python shows warnings on stderr, and nothing below. A log that cannot be written (a
-    full disk, a closed stderr, one that somebody has put in its place and that raises anything) must not end the run.
+    A log that cannot be written (a full disk, a stderr that is closed or replaced) must not end the run.
     """
     with contextlib.suppress(Exception):
         logger.log(level, text if logger.hasHandlers() else f"clusterenv: {text}")
 
 
 def emit_progress(text: str) -> None:
-    """Tell how a wait of seconds goes: to a log that takes INFO, otherwise to the terminal, if there is one."""
+    """Show the progress of a wait of seconds: in a log that takes INFO, otherwise on the terminal, if there is one."""
     _show(logger, f"clusterenv: {text}", text, only_on_terminal=True)
 
 
 def emit_output(text: str) -> None:
-    """Pass on a line that an environment printed, marked with its slot, at INFO on the `clusterenv.output` logger.
+    """Log a line that an environment printed, marked with its slot, at INFO on the `clusterenv.output` logger.
 
-    The line is the user's own, and `print` is how environments are debugged: where no log takes INFO it goes to stderr,
-    as a child's output does with `AsyncVectorEnv`. A level above INFO on that logger (or on `clusterenv`) silences it.
-    Stderr rather than stdout, because a script's stdout may be read by a program.
+    Where no log takes INFO it goes to stderr, as a child's output does with `AsyncVectorEnv`: `print` is how
+    environments are debugged. A level above INFO on that logger (or on `clusterenv`) silences it.
     """
     _show(output, text, text, only_on_terminal=False)
 
 
 def instruct(text: str) -> None:
-    """Tell the user what only a person can do: on stderr, whatever the log takes."""
+    """Tell the user what to do, on stderr, whatever the log takes."""
     with contextlib.suppress(Exception):
         if sys.stderr is not None:
             sys.stderr.write(f"{text}\n")

@@ -1,4 +1,4 @@
-"""`make_vec`: an id and keyword arguments to a `ClusterEnv`, with ours told apart from the environment's."""
+"""`make_vec`: make a `ClusterEnv` from an id and keyword arguments, both ours and the environment's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from clusterenv.env import ClusterEnv
 from clusterenv.errors import SpecError
 from clusterenv.spec import constructor_takes
 
-__all__ = ["make_vec"]
-
 _OWN = ("backend", "autoreset_mode", "recovery", "copy", "observation_mode", "env_kwargs")
 _GYMNASIUMS = {
     "vectorization_mode": "leave it out: environments run in worker processes, backend=... says where.",
@@ -24,10 +22,10 @@ _GYMNASIUMS = {
 
 
 def make_vec(id: str | EnvSpec, num_envs: int = 1, **kwargs: Any) -> ClusterEnv:
-    """The short form: arguments of `ClusterEnv` by name, all others go to the environment.
+    """Make a `ClusterEnv`: arguments that it does not have go to the environment.
 
-    A name that is nearly one of ours is refused, unless the environment's constructor has it; what is meant for a
-    constructor that takes `**kwargs` can go by `env_kwargs`.
+    A name that is nearly one of ours is refused, unless the environment's constructor has it; arguments for a
+    constructor that takes `**kwargs` can go into `env_kwargs`.
 
     Example:
         >>> import clusterenv as ce

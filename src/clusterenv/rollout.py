@@ -1,4 +1,4 @@
-"""`Rollout`: what a collector hands to a learner, `[T, N, ...]` with version, validity and true final observations.
+"""`Rollout`: what a collector returns, `[T, N, ...]` with version, validity and true final observations.
 
 Made by `engine/collecting/assembly.py` from fragments; read by learners and by `learning.py`.
 """
@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clusterenv.errors import UsageError
-
-__all__ = ["Episodes", "Evaluation", "Receipt", "Rollout", "Transitions", "map_arrays"]
 
 
 def _no_ints() -> Any:
@@ -167,11 +165,11 @@ class Rollout:
         return map_arrays(shift, self.obs, self.last_obs, self.final_obs)
 
     def transitions(self) -> Transitions:
-        """Valid (s, a, r, s', terminated) rows, flat, for a replay buffer."""
+        """Return the valid (s, a, r, s', terminated) rows, flat, for a replay buffer."""
         keep = self.valid.reshape(-1)
 
         def rows(values: Any) -> Any:
-            return values.reshape(-1, *values.shape[2:])[keep]
+            return _flat(values)[keep]
 
         return Transitions(
             map_arrays(rows, self.obs),
@@ -182,19 +180,12 @@ class Rollout:
         )
 
     def flatten(self) -> Rollout:
-        """The same rows with time and environments in one axis [T * N, ...]; what has no such axis stays."""
-
-        def join(values: Any) -> Any:
-            return values.reshape(-1, *values.shape[2:])
-
-        names = ("obs", "actions", "rewards", "terminations", "truncations", "logprobs", "versions", "valid")
-        flat: dict[str, Any] = {name: map_arrays(join, getattr(self, name)) for name in (*names, "episode_starts")}
-        masks = None if self.action_masks is None else join(self.action_masks)
-        infos = {key: join(values) for key, values in self.infos.items()}
-        return replace(self, **flat, infos=infos, action_masks=masks)
+        """Return the same rows with time and environments in one axis [T * N, ...]; other arrays stay."""
+        names = "obs actions rewards terminations truncations logprobs versions valid episode_starts infos action_masks"
+        return replace(self, **{name: map_arrays(_flat, getattr(self, name)) for name in names.split()})
 
     def torch(self, device: Any = None) -> Rollout:
-        """Every numeric array as a tensor on `device`; float64 becomes float32, as learners expect."""
+        """Return this with numeric arrays as tensors on `device`; float64 becomes float32, as learners expect."""
         import torch
 
         def convert(values: Any) -> Any:
@@ -210,7 +201,7 @@ class Rollout:
 
 
 def map_arrays(function: Callable[..., Any], first: Any, *others: Any) -> Any:
-    """`function` over the leaves of dicts, tuples and lists of the same structure; None stays."""
+    """Apply `function` to the leaves of dicts, tuples and lists of the same structure; None stays."""
     if first is None:
         return None
     if isinstance(first, dict):
@@ -227,6 +218,11 @@ def shape_of(values: Any) -> str:
     if isinstance(values, (tuple, list)):
         return f"({', '.join(map(shape_of, values))})"
     return f"{str(values.dtype).removeprefix('torch.')}{list(values.shape)}"
+
+
+def _flat(values: Any) -> Any:
+    """[T, N, ...] to [T * N, ...]."""
+    return values.reshape(-1, *values.shape[2:])
 
 
 def _concat(first: Any, second: Any) -> Any:

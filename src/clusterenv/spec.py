@@ -1,6 +1,6 @@
 """What to build: an id with kwargs, thunks, or a vector factory, as bytes that a worker can unpack.
 
-Enters: the first argument of `ClusterEnv`. Leaves: a `Blueprint`, which the driver hands to its workers.
+`blueprint` makes a `Blueprint` of the first argument of `ClusterEnv`; workers read it with `load_makers`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,6 @@ from clusterenv.code import registry
 from clusterenv.code.missing import dumps, dumps_with_words, why
 from clusterenv.errors import SpecError
 
-__all__ = [
-    "Blueprint",
-    "Delivered",
-    "MakeFromSpec",
-    "ObservationMode",
-    "Vector",
-    "blueprint",
-    "constructor_takes",
-    "load_makers",
-    "own_spaces",
-    "refuse_other",
-]
-
 
 @dataclass(frozen=True)
 class Vector:
@@ -53,11 +40,10 @@ class Vector:
 
 
 class Delivered(NamedTuple):
-    """What a node has of the user's own packages beside those that Python finds there by itself."""
+    """The user's own packages on a node, without those that Python finds there by itself."""
 
     folders: dict[str, str]
-    archive: bytes
-    """Of those that the head had to send."""
+    archive: bytes  # of those that the head had to send
 
 
 ObservationMode = Literal["same", "different"] | tuple[Space[Any], Space[Any]]
@@ -69,22 +55,18 @@ class Blueprint:
     """How to build every slot's environment, ready to travel."""
 
     num_envs: int
-    payload: bytes
-    """A pickled `_Payload`; or JSON (`is_named`)."""
+    payload: bytes  # a pickled `_Payload`; or JSON (`is_named`)
     is_vector: bool
     spec: EnvSpec | None
-    is_named: bool = False
-    """The payload is an id and keyword arguments, for nodes that take no code."""
+    is_named: bool = False  # the payload is an id and keyword arguments, for nodes that take no code
     packages: tuple[sources.Package, ...] = ()
     """The user's own packages that the payload names, for nodes that may not have them."""
-    delivered: Delivered | None = None
-    """On a node: those of them that it had to be told of or to be sent."""
+    delivered: Delivered | None = None  # on a node: where it finds those that it does not have installed
     observation_mode: ObservationMode = "same"
 
 
 class _Payload(NamedTuple):
-    makers: bytes
-    """cloudpickle of one maker for all slots, a list with one each, or a `Vector`."""
+    makers: bytes  # cloudpickle of one maker for all slots, a list with one each, or a `Vector`
     registered: registry.Registered
 
 
@@ -109,64 +91,56 @@ def blueprint(
     is_remote: bool = False,
     allow_pickle: bool = True,
 ) -> Blueprint:
-    """Turn what the user passed into a `Blueprint`, or say what is wrong with it.
+    """Return the `Blueprint` of what the user passed. Raises SpecError where something is wrong with it.
 
-    `is_remote`: it goes to machines that may not have the user's files. `allow_pickle=False`: to machines that take no
-    code, so it has to be an id and plain arguments.
+    `is_remote`: it is sent to machines that may not have the user's files. `allow_pickle=False`: to machines that take
+    no code, so it has to be an id and plain arguments.
     """
     expect("ClusterEnv", "num_envs", num_envs, int | None, least=1)
-    num_envs = None if num_envs is None else int(num_envs)  # numpy's integers do not travel
+    num_envs = None if num_envs is None else int(num_envs)  # numpy's integers are no plain data
     expect("ClusterEnv", "env_kwargs", env_kwargs, Mapping[str, Any] | None)
 
     if not allow_pickle:
         return _named(env, num_envs, env_kwargs)
+    spec = None
     if isinstance(env, (str, EnvSpec)):
         spec = _resolve(env)
-        maker = MakeFromSpec(spec, dict(env_kwargs or {}))
-        payload, packages = _pack(maker, f"env_kwargs of {spec.id}", is_remote)
-        return Blueprint(num_envs or 1, payload, False, spec, packages=packages)
-
-    if env_kwargs:
+        maker, what = MakeFromSpec(spec, dict(env_kwargs or {})), f"env_kwargs of {spec.id}"
+    elif env_kwargs:
         raise SpecError("env_kwargs goes with an environment id; put the arguments into the thunk: lambda: make(...)")
+    else:
+        maker, what = _checked(env, num_envs)
+    payload, packages = _pack(maker, what, is_remote)
+    count = len(maker) if isinstance(maker, list) else num_envs or 1
+    return Blueprint(count, payload, isinstance(maker, Vector), spec, packages=packages)
+
+
+def _checked(env: Any, num_envs: int | None) -> tuple[Any, str]:
+    """Return the user's function, list of functions or `Vector`, and its name for errors."""
     if isinstance(env, Vector):
         if num_envs is None:
             raise SpecError("Vector(fn) needs num_envs: ClusterEnv(Vector(fn), num_envs=...)")
-        payload, packages = _pack(env, "Vector(fn)", is_remote)
-        return Blueprint(num_envs, payload, True, None, packages=packages)
+        return env, "Vector(fn)"
     if isinstance(env, gym.Env):
         raise SpecError(
             f"env is an environment ({env}); pass a function that makes one, so that every worker can: "
             "ClusterEnv(lambda: MyEnv(...), num_envs=...)"
         )
     if callable(env):
-        payload, packages = _pack(env, "the environment function", is_remote)
-        return Blueprint(num_envs or 1, payload, False, None, packages=packages)
-    if isinstance(env, Sequence):
-        thunks = _thunks(env, num_envs)
-        payload, packages = _pack(thunks, "the list of environment functions", is_remote)
-        return Blueprint(len(thunks), payload, False, None, packages=packages)
-    raise refused("ClusterEnv", "env", env, "an id, an EnvSpec, a function, a list of functions, or Vector(fn)")
-
-
-def _thunks(env: Sequence[Any], num_envs: int | None) -> list[Callable[[], Any]]:
-    """Return the list, if it is one of functions, as many as there are to be environments."""
-    thunks = list(env)
-    if not thunks:
+        return env, "the environment function"
+    if not isinstance(env, Sequence):
+        raise refused("ClusterEnv", "env", env, "an id, an EnvSpec, a function, a list of functions, or Vector(fn)")
+    if not env:
         raise SpecError("env is an empty list: at least one thunk is needed")
-    for i, thunk in enumerate(thunks):
+    for i, thunk in enumerate(env):
         if not callable(thunk):
-            raise SpecError(
-                f"ClusterEnv(env[{i}]={thunk!r}): expected a function that makes an environment; {_one(thunk)}"
-            )
-    if num_envs is not None and num_envs != len(thunks):
-        raise SpecError(f"num_envs={num_envs} but env has {len(thunks)} thunks: leave num_envs out")
-    return thunks
-
-
-def _one(thunk: Any) -> str:
-    if isinstance(thunk, str):
-        return f"for copies of one id, write ClusterEnv({thunk!r}, num_envs=...)"
-    return "write lambda: ..., so that each worker makes its own"
+            hint = "write lambda: ..., so that each worker makes its own"
+            if isinstance(thunk, str):
+                hint = f"for copies of one id, write ClusterEnv({thunk!r}, num_envs=...)"
+            raise SpecError(f"ClusterEnv(env[{i}]={thunk!r}): expected a function that makes an environment; {hint}")
+    if num_envs is not None and num_envs != len(env):
+        raise SpecError(f"num_envs={num_envs} but env has {len(env)} thunks: leave num_envs out")
+    return list(env), "the list of environment functions"
 
 
 _FACE = ("reset", "step", "observation_space", "action_space")
@@ -219,7 +193,7 @@ def _named(env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | None)
 
 
 def _resolve(env: str | EnvSpec) -> EnvSpec:
-    """Consult the registry of *this* process, so that ids registered in the user's script work."""
+    """Return the spec from the registry of this process, where the user's script has registered its own ids."""
     if isinstance(env, EnvSpec):
         return env
     try:
@@ -275,9 +249,9 @@ def _name(maker: Callable[..., Any]) -> str:
 def load_makers(
     payload: bytes, num_envs: int, is_named: bool = False, is_here: bool = False
 ) -> list[Callable[[], Any]] | Vector:
-    """The other side of `blueprint`: one maker per slot, or the vector factory.
+    """Read the payload of a `Blueprint`: return one maker per slot, or the vector factory.
 
-    `is_here`: in the process that made the payload, whose registry is as it should be.
+    `is_here`: in the process that made the payload, whose registry needs no change.
     """
     if is_named:
         given = json.loads(payload)

@@ -31,6 +31,7 @@ from clusterenv.backends.contract import Plan
 from clusterenv.code import packages as sources
 from clusterenv.code import versions
 from clusterenv.code.missing import missing_package
+from clusterenv.engine.requests import Requests
 from clusterenv.executors.remote import RemoteExecutor
 from clusterenv.node.agent import Agent
 from clusterenv.spec import Blueprint
@@ -529,7 +530,7 @@ def test_files_are_sent_once_and_only_those_offered(asked, tmp_path, monkeypatch
         send=lambda shard, message, payload=(): sent.append(message),
     )
     blueprint = Blueprint(1, b"", False, None, packages=sources.collect(["alone"]))
-    executor = RemoteExecutor(head, blueprint, [[0]], [0], WorkerConfig(None, True))
+    executor = RemoteExecutor(head, blueprint, Requests([[0]]), [[0]], [0], WorkerConfig(None, True))
     executor.start(0)
     assert {wanted.name for wanted in sent[0].packages} == {"alone", "dynamic"}
     with pytest.raises(ce.ProtocolError, match="not offered, or were sent already"):

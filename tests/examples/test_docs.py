@@ -14,6 +14,8 @@ import pytest
 
 import clusterenv
 
+pytestmark = pytest.mark.examples
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 SNIPPETS = [

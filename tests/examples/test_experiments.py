@@ -21,6 +21,8 @@ from experiments.report import BLOCKS, DOCS, fill
 from experiments.run import run_arm, schedule
 from experiments.stats import MARGIN, difference, iqm, pass_rate, probability_of_improvement
 
+pytestmark = pytest.mark.examples
+
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(0, 99))
 def test_shuffled_pulls_are_as_many_after_the_same_intervals(intervals, seed):

@@ -494,3 +494,20 @@ def test_stats_say_where_the_time_went():
     assert 0.9 < sum(stats["time_shares"].values()) < 1.1 and stats["time_shares"]["environment"] > 0
     assert len(stats["worker_steps_per_s"]) == 2
     assert all(isinstance(value, float) for value in summary.values()) and 10 < len(summary) < 17
+
+
+def test_a_prefetched_fragment_stays_its_collectors_while_another_one_evaluates():
+    with ledger(4, 2) as envs:
+        one = envs.collector(constant((50, 0, 0)), seed=1, prefetch=True)
+        other = envs.collector(constant((0, 50, 0)), seed=1)
+        assert (one.rollout(8).actions == 0).all()
+        assert other.evaluate(episodes=2).returns.size == 2
+        with pytest.raises(ce.UsageError, match="another collector's fragment is under way"):
+            other.rollout(8)
+        batch = one.rollout(8)
+        assert (batch.actions == 0).all() and len(batch.receipts) == 2
+        other.evaluate(episodes=2)
+        envs.reset()
+        assert [each.stats()["dropped_fragments"] for each in (one, other)] == [2, 0]
+        assert envs.state_dict()["collector"] == other.state_dict(), "whose policy the workers have"
+        assert (other.rollout(8).actions == 1).all() and (one.rollout(8).actions == 0).all()

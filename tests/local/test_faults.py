@@ -392,3 +392,22 @@ def test_a_worker_of_a_node_that_ended_before_the_step_gives_no_row_in_it():
         assert rewards.tolist() == [0.0, 1.0] and truncations.tolist() == [True, False] and obs[1, 3] == 2.0
         obs, *_ = envs.step([0, 0])
         assert obs[:, 3].tolist() == [0.0, 3.0]
+
+
+@pytest.mark.parametrize(("what", "lost"), [("raise", (1,)), ("kill", (0, 1))])
+def test_a_call_of_healthy_environments_does_not_wait_for_those_that_are_gone(tmp_path, what, lost):
+    envs = troubled(tmp_path, what, recovery=ce.Recovery(backoff_s=(30.0, 60.0)), mode=AutoresetMode.DISABLED)
+    envs.reset(seed=0)
+    for _ in range(3):
+        *_, infos = envs.step(ZEROS)
+    assert np.flatnonzero(~infos["transition_valid"]).tolist() == list(lost)
+    healthy = [slot for slot in (3, 0, 2) if slot not in lost]
+    assert envs.get_attr("slot", slots=healthy) == tuple(healthy)
+    assert envs.call("_obs", slots=healthy)[0].tolist() == [3, 0, 0, 3]
+    with pytest.raises(ce.WorkerLostError, match=r"slots \[1\] failed and are not back yet") as caught:
+        envs.call("_obs", slots=[1, 2])
+    assert caught.value.slots == (1,)
+    with pytest.raises(ce.WorkerLostError) as caught:
+        envs.get_attr("slot")
+    assert caught.value.slots == lost
+    close_in_time(envs)

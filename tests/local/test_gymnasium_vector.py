@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import multiprocessing
 import pickle
 
 import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import error, spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import batch_differing_spaces
 
 import clusterenv as ce
 from clusterenv import errors
 from toys import SpaceEnv, same
-from vector_toys import Anything, Counter, Echo, History
+from vector_toys import Anything, Counter, Echo, Gated, History
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 CARTPOLES = [lambda: gym.make("CartPole-v1")] * 4
@@ -249,6 +251,12 @@ CALLS = {
     "step": lambda envs: envs.step(np.zeros(4, np.int64)),
     "send": lambda envs: envs.send(np.zeros(4, np.int64)),
     "recv": lambda envs: envs.recv(),
+    "reset_async": lambda envs: envs.reset_async(),
+    "reset_wait": lambda envs: envs.reset_wait(),
+    "step_async": lambda envs: envs.step_async(np.zeros(4, np.int64)),
+    "step_wait": lambda envs: envs.step_wait(),
+    "call_async": lambda envs: envs.call_async("gravity"),
+    "call_wait": lambda envs: envs.call_wait(),
     "call": lambda envs: envs.call("gravity"),
     "get_attr": lambda envs: envs.get_attr("gravity"),
     "set_attr": lambda envs: envs.set_attr("gravity", 1.0),
@@ -272,7 +280,7 @@ def test_while_a_step_is_pending(workers):
     envs = cluster(CARTPOLES, workers)
     envs.reset(seed=0)
     envs.send(np.zeros(4, np.int64))
-    for call in ("step", "send", "call", "get_attr", "set_attr"):
+    for call in ("step", "send", "call", "get_attr", "set_attr", "reset_async", "step_async", "call_async"):
         with pytest.raises(error.AlreadyPendingCallError, match="in flight") as caught:
             CALLS[call](envs)
         assert caught.value.name == "step" and isinstance(caught.value, ce.UsageError)
@@ -333,6 +341,185 @@ def test_such_errors_have_one_root_and_travel(made):
     assert str(back) == str(made) and back.__dict__ == made.__dict__
 
 
+# -- calls in two halves ----------------------------------------------------------------------------------------
+
+
+@WORKERS
+@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
+def test_calls_in_two_halves_equal_whole_ones(workers, mode):
+    thunks = [lambda i=i: Counter(i) for i in range(3)]
+    ref, envs = SyncVectorEnv(thunks, autoreset_mode=mode), cluster(thunks, workers, autoreset_mode=mode)
+    for made in (ref, envs):
+        made.set_attr("length", [2, 3, 3])
+    envs.reset_async(seed=4)
+    same(envs.reset_wait(), ref.reset(seed=4))
+    for _ in range(7):
+        envs.step_async([1, 2, 3])
+        ours, theirs = envs.step_wait(timeout=60), ref.step([1, 2, 3])
+        same(ours, theirs)
+        ended = theirs[2] | theirs[3]
+        if mode is AutoresetMode.DISABLED and ended.any():
+            with pytest.raises(ce.UsageError, match="reset_mask"):
+                envs.step_async([1, 2, 3])
+            envs.reset_async(options={"reset_mask": ended})
+            same(envs.reset_wait(timeout=60), ref.reset(options={"reset_mask": ended}))
+        envs.call_async("add", 10, times=2)
+        same(envs.call_wait(timeout=60), ref.call("add", 10, times=2))
+    envs.reset_async(seed=[7, None, 9])
+    same(envs.reset_wait(), ref.reset(seed=[7, None, 9]))
+    envs.close()
+
+
+OUT_OF_ORDER = [
+    ["reset_wait"],
+    ["reset", "step_wait"],
+    ["call_wait"],
+    ["reset_async", "reset_async"],
+    ["reset_async", "step_async"],
+    ["reset_async", "call_async"],
+    ["reset_async", "set_attr"],
+    ["reset_async", "step_wait"],
+    ["reset", "step_async", "reset_async"],
+    ["reset", "step_async", "step_async"],
+    ["reset", "step_async", "call_wait"],
+    ["reset", "step_async", "set_attr"],
+    ["call_async", "reset_async"],
+    ["call_async", "call_async"],
+    ["call_async", "set_attr"],
+    ["call_async", "reset_wait"],
+]
+
+
+@pytest.mark.parametrize("calls", OUT_OF_ORDER, ids="-".join)
+def test_out_of_order_as_gymnasium_says_it(calls):
+    *before, wrong = calls
+    raised = []
+    for envs in (AsyncVectorEnv(CARTPOLES), cluster(CARTPOLES, 0)):
+        for call in before:
+            CALLS[call](envs)
+        with pytest.raises((error.AlreadyPendingCallError, error.NoAsyncCallError)) as caught:
+            CALLS[wrong](envs)
+        raised.append(caught.value)
+        if pending := [call for call in before if call.endswith("_async")]:  # nothing is lost by a wrong call
+            CALLS[pending[-1].replace("async", "wait")](envs)
+        envs.close()
+    theirs, ours = raised
+    assert isinstance(ours, type(theirs)) and isinstance(ours, ce.UsageError)
+    assert ours.name == theirs.name and str(ours).startswith(str(theirs))
+
+
+HALVES = ["reset", "step", "call"]
+PLACES = pytest.mark.parametrize(
+    "place", [ce.Local(workers=2), ce.Loopback(nodes=2, workers_per_node=1)], ids=lambda place: type(place).__name__
+)
+
+
+@PLACES
+@pytest.mark.parametrize("half", HALVES)
+def test_a_call_that_timed_out_can_be_awaited_again(tmp_path, place, half):
+    gate = tmp_path / "gate"
+    gate.touch()
+    envs = ce.ClusterEnv([lambda i=i: Gated(i, str(gate)) for i in range(3)], backend=place)
+    ref = SyncVectorEnv([lambda i=i: Gated(i, str(gate)) for i in range(3)])
+    same(envs.reset(seed=0), ref.reset(seed=0))
+    gate.unlink()
+    begin = {"reset": lambda: envs.reset_async(seed=3), "step": lambda: envs.step_async([1, 2, 3])}
+    begin.get(half, lambda: envs.call_async("passed"))()
+    wait = getattr(envs, f"{half}_wait")
+    for _ in range(2):
+        with pytest.raises(
+            multiprocessing.TimeoutError, match=rf"`{half}_wait` has timed out.*slots \[.*2\]"
+        ) as caught:
+            wait(timeout=0.05)
+        assert isinstance(caught.value, ce.DeadlineError) and f"call {half}_wait() again" in str(caught.value)
+        with pytest.raises(error.AlreadyPendingCallError, match=f"`{half}`"):
+            envs.step_async([1, 2, 3])
+    gate.touch()
+    theirs = {"reset": lambda: ref.reset(seed=3), "step": lambda: ref.step([1, 2, 3])}
+    same(wait(), theirs.get(half, lambda: ref.call("passed"))())
+    same(envs.step([1, 2, 3]), ref.step([1, 2, 3]))
+    envs.close()
+
+
+@WORKERS
+@pytest.mark.parametrize("half", HALVES)
+def test_a_timeout_of_nothing_asks_whether_the_results_have_come(workers, half):
+    envs = cluster(CARTPOLES, workers)
+    envs.reset(seed=0)
+    for _ in range(3):
+        CALLS[f"{half}_async"](envs)
+        for _ in range(10_000):
+            with contextlib.suppress(multiprocessing.TimeoutError):
+                results = getattr(envs, f"{half}_wait")(timeout=0)
+                break
+        assert len(results[0] if half != "call" else results) == 4
+    envs.close()
+
+
+@PLACES
+@pytest.mark.parametrize("half", HALVES)
+def test_a_reset_gives_up_a_call_that_timed_out(tmp_path, place, half):
+    gate = tmp_path / "gate"
+    gate.touch()
+    envs = ce.ClusterEnv([lambda i=i: Gated(i, str(gate)) for i in range(3)], backend=place)
+    envs.reset(seed=0)
+    gate.unlink()
+    begin = {"reset": lambda: envs.reset_async(seed=3), "step": lambda: envs.step_async([1, 2, 3])}
+    begin.get(half, lambda: envs.call_async("passed"))()
+    with pytest.raises(multiprocessing.TimeoutError):
+        getattr(envs, f"{half}_wait")(timeout=0.0)
+    gate.touch()
+    ref = SyncVectorEnv([lambda i=i: Gated(i, str(gate)) for i in range(3)])
+    same(envs.reset(seed=5), ref.reset(seed=5))
+    with pytest.raises(error.NoAsyncCallError):
+        getattr(envs, f"{half}_wait")()
+    same(envs.step([1, 2, 3]), ref.step([1, 2, 3]))
+    same(envs.call("added"), ref.call("added"))
+    envs.close()
+
+
+@WORKERS
+@pytest.mark.parametrize("half", HALVES)
+def test_close_warns_of_what_is_pending(workers, half):
+    envs = cluster(CARTPOLES, workers)
+    envs.reset(seed=0)
+    CALLS[f"{half}_async"](envs)
+    with pytest.warns(UserWarning, match=f"Calling `close` while waiting for a pending call to `{half}` to complete"):
+        envs.close(terminate=True)
+    envs.close()
+
+
+@WORKERS
+def test_an_error_ends_what_is_pending(workers):
+    envs = cluster([Echo] * 2, workers, recovery=ce.Recovery(on_error="raise"))
+    envs.reset(seed=0)
+    envs.step_async((Echo.FAIL, "c"))
+    with pytest.raises(ce.EnvError):
+        envs.step_wait()
+    with pytest.raises(error.NoAsyncCallError, match=r"call reset\(\)"):
+        envs.step_wait()
+    envs.reset_async(seed=0)
+    assert envs.reset_wait()[0] == ("reset", "reset")
+    envs.call_async("no_such_method")
+    with pytest.raises(ce.EnvError, match="no_such_method"):
+        envs.call_wait()
+    assert envs.step(("a", "b"))[0] == ("step(a)", "step(b)")
+    envs.close()
+
+
+@WORKERS
+def test_a_lost_episode_in_two_halves(workers):
+    envs = cluster([Echo] * 2, workers)
+    envs.reset(seed=0)
+    envs.step(("a", "b"))
+    envs.step_async((Echo.FAIL, "c"))
+    obs, *_, infos = envs.step_wait()
+    assert obs == ("step(a)", "step(c)") and infos["transition_valid"].tolist() == [False, True]
+    envs.step_async(("d", "e"))
+    assert envs.step_wait()[0] == ("reset", "step(e)")
+    envs.close()
+
+
 # -- calls ------------------------------------------------------------------------------------------------------
 
 
@@ -349,6 +536,24 @@ def test_call_and_attributes(workers):
         with pytest.raises(ValueError):
             envs.set_attr("gravity", values)
     envs.close()
+
+
+@WORKERS
+def test_environments_share_what_a_manager_holds(workers):
+    with multiprocessing.Manager() as manager:
+        shared = manager.list()
+
+        class Sharing(Counter):
+            def step(self, action):
+                shared.append((self.slot, int(action)))
+                return super().step(action)
+
+        envs = cluster([lambda i=i: Sharing(i) for i in range(4)], workers)
+        envs.reset(seed=0)
+        for _ in range(3):
+            envs.step([1, 2, 3, 4])
+        envs.close()
+        assert sorted(shared) == sorted([(0, 1), (1, 2), (2, 3), (3, 4)] * 3)
 
 
 @WORKERS

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -51,6 +52,37 @@ def test_a_preempted_node_hands_over_the_finished_part_of_a_fragment(tmp_path):
         assert batch.valid.sum(axis=0).tolist() == [5, 5] and batch.valid[:5].all(), "whole steps, and no more"
         assert "preempted" in next(event.reason for event in envs.events() if event.kind == "node_lost")
         assert collector.rollout(4).valid.all()
+
+
+class LargeSlow(Slow):
+    """Its observations are 80 kB."""
+
+    observation_space = gym.spaces.Box(-1e6, 1e6, (10_000,), np.float64)
+
+    def _obs(self):
+        return np.resize(super()._obs(), 10_000)
+
+
+def test_rows_that_were_not_played_do_not_travel(tmp_path):
+    """Of 100 steps, 5 are done when the node has to leave: all 100 would be 16 MB."""
+    backend = Loopback(1)
+
+    def preempt():
+        wait_for(lambda: (tmp_path / "slow").exists())
+        backend.jobs[0].process(0).terminate()
+
+    thunks = [lambda i=i: LargeSlow(i, tmp_path, 5, 3.0) for i in range(2)]
+    act = ce.NumpyPolicy(linear, {"w": np.zeros((10_000, 3), np.float32)}, dist="categorical")
+    with meanwhile(preempt), ce.ClusterEnv(thunks, backend=backend) as envs:
+        collector = envs.collector(act, seed=1)
+        batch = collector.rollout(100)
+        assert sum(envs.stats()["received_bytes"]) < 3_000_000
+        assert batch.valid.sum(axis=0).tolist() == [5, 5] and batch.valid[:5].all()
+        assert batch.truncations.sum(axis=0).tolist() == [1, 1] and batch.truncations[5].all(), "the first lost row"
+        assert not batch.rewards[5:].any() and not batch.terminations.any() and not batch.logprobs[5:].any()
+        assert batch.episode_starts.sum(axis=0).tolist() == [1, 1]
+        assert (batch.obs[:5, :, 3] == np.arange(5)[:, None]).all()
+        assert collector.stats()["nodes"][0]["fragment_bytes"] < 3_000_000
 
 
 AGENT = """

@@ -38,10 +38,6 @@ class Prints(gym.Env):
             else:
                 sys.stdout.write(f"\r{'.' * 999}")
 
-    def say(self):
-        os.write(1, b"line\n")
-        time.sleep(0.05)
-
     def flood(self, lines, path):
         """Print in a thread of its own, while the learner computes."""
 
@@ -97,13 +93,11 @@ def test_output_that_nobody_reads_is_dropped_and_counted(backend, tmp_path, monk
         assert grown_bytes(process, learn) < 25_000_000
         deadline = time.monotonic() + 100
         dropped = printed = 0
-        while printed + dropped < lines - 3:  # the last may be on their way
+        while printed + dropped < lines:  # though nothing more is printed
             assert time.monotonic() < deadline, (printed, dropped)
-            envs.call("say")  # nodes report what they left out with what they send next
-            lines += 1
             envs.step([0])
             printed = sum("] line" in line for line in shown)
             dropped = envs.stats()["output_lines_dropped"][0]
-        assert printed + dropped <= 1.02 * lines  # the notes of what a node left out are lines as well
+        assert printed + dropped == lines
         assert dropped > 0 and any("lines dropped" in line for line in shown)
         assert shown[0].startswith("[slot 0] line 0 x")

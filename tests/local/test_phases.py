@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -29,6 +31,8 @@ class Session:
             self.envs.step(ZEROS)
         if phase is Phase.PARTIAL:
             self.envs.send([0, 0], [1, 2])
+        if phase in ASYNC:
+            self.call(ASYNC[phase])
         if phase is Phase.COLLECTING:
             with pytest.raises(ce.DeadlineError):
                 self.collector.rollout(5, timeout_s=0.0)
@@ -49,6 +53,12 @@ class Session:
             "step": lambda: envs.step(ZEROS),
             "send": lambda: envs.send([0], [3]),
             "recv": lambda: envs.recv(),
+            "reset_async": lambda: envs.reset_async(seed=0),
+            "reset_wait": lambda: envs.reset_wait(),
+            "step_async": lambda: envs.step_async(ZEROS),
+            "step_wait": lambda: envs.step_wait(),
+            "call_async": lambda: envs.call_async("_obs"),
+            "call_wait": lambda: envs.call_wait(),
             "call": lambda: envs.call("_obs"),
             "get_attr": lambda: envs.get_attr("slot"),
             "set_attr": lambda: envs.set_attr("mood", 1),
@@ -64,26 +74,49 @@ class Session:
     def close(self):
         if self.stream is not None:
             self.stream.close()
-        self.envs.close()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*Calling `close` while waiting")
+            self.envs.close()
 
+
+ASYNC = {Phase.RESETTING: "reset_async", Phase.STEPPING: "step_async", Phase.CALLING: "call_async"}
+NO_ASYNC = {"reset_wait": "reset_async", "step_wait": "step_async", "call_wait": "call_async"}
 
 CALLS = ["reset", "step", "send", "recv", "call", "get_attr", "set_attr"]
-CALLS += ["rollout", "stream", "evaluate", "load_state_dict", "publish", "stats"]
+CALLS += ["rollout", "stream", "evaluate", "load_state_dict", "publish", "stats", *NO_ASYNC, *NO_ASYNC.values()]
+OF_ALL = ["step", "call", "get_attr", "set_attr", "rollout", "stream", "evaluate", "load_state_dict"]
+OF_ALL += NO_ASYNC.values()
+
+
+def refused_until(wait):
+    refused = {**NO_ASYNC, **dict.fromkeys(["send", "recv", *OF_ALL], wait)}
+    del refused[wait]
+    return refused
+
+
 REFUSED = {
-    Phase.NEW: {"step": "reset", "send": "reset", "recv": "reset"},
-    Phase.IDLE: {"recv": "send"},
-    Phase.PARTIAL: dict.fromkeys(
-        ["step", "call", "get_attr", "set_attr", "rollout", "stream", "evaluate", "load_state_dict"], "recv"
-    ),
+    Phase.NEW: {**NO_ASYNC, "step": "reset", "send": "reset", "recv": "reset", "step_async": "reset"},
+    Phase.IDLE: {**NO_ASYNC, "recv": "send"},
+    Phase.PARTIAL: {**NO_ASYNC, **dict.fromkeys(OF_ALL, "recv")},
+    Phase.RESETTING: refused_until("reset_wait"),
+    Phase.STEPPING: refused_until("step_wait"),
+    Phase.CALLING: refused_until("call_wait"),
     Phase.COLLECTING: {
-        **dict.fromkeys(["step", "send", "stream", "load_state_dict"], "rollout"),
+        **NO_ASYNC,
+        **dict.fromkeys(["step", "send", "stream", "load_state_dict", *ASYNC.values()], "rollout"),
         "recv": "send",
     },
     Phase.STREAMING: {
+        **NO_ASYNC,
         **dict.fromkeys(["reset", "step", "send", "rollout", "stream", "evaluate", "load_state_dict"], "close"),
+        **dict.fromkeys(ASYNC.values(), "close"),
         "recv": "send",
     },
-    Phase.INTERRUPTED: dict.fromkeys(["step", "send", "recv", "rollout", "stream", "evaluate"], "reset"),
+    Phase.INTERRUPTED: {
+        **NO_ASYNC,
+        **dict.fromkeys(["step", "send", "recv", "rollout", "stream", "evaluate"], "reset"),
+        **dict.fromkeys(["step_async", "step_wait", "reset_wait"], "reset"),
+    },
 }
 """Phase → call → what the text advises to call first."""
 
@@ -96,21 +129,29 @@ def test_a_call_is_allowed_or_refused_with_advice_that_works(monkeypatch, phase,
     if advice is None:
         session.call(name)
     else:
-        with pytest.raises(ce.UsageError, match=rf"^{name}\(\) (before|while|after) .*{advice}\(") as caught:
+        begins = rf"({name}\(\) (before|while|after)|Calling `{name}` (while|without))"
+        with pytest.raises(ce.UsageError, match=rf"^{begins} .*{advice}\(") as caught:
             session.call(name)
         assert "{" not in str(caught.value)
         follow(session, advice)
-        if name == "recv":
-            follow(session, "send")
+        if name in BEGINS:
+            follow(session, BEGINS[name])
         session.call(name)
     session.close()
+
+
+BEGINS = {"recv": "send", **NO_ASYNC}
+"""What waits → what has to be called before it."""
+
+AFTER = {"send": Phase.PARTIAL, **{call: phase for phase, call in ASYNC.items()}}
+"""What need not be called in a phase, because it was."""
 
 
 def follow(session, advice):
     """Do what a text advises; where that is refused, do what that text advises first."""
     if advice == "close":
         session.stream.close()
-    elif session.envs._guard.phase is not Phase.PARTIAL or advice != "send":
+    elif session.envs._guard.phase is not AFTER.get(advice):
         first = REFUSED[session.envs._guard.phase].get(advice)
         if first is not None:
             follow(session, first)
@@ -136,7 +177,7 @@ class Interrupted(Trouble):
         return super().step(action)
 
 
-@pytest.mark.parametrize("call", ["step", "recv", "rollout", "stream"])
+@pytest.mark.parametrize("call", ["step", "recv", "step_wait", "rollout", "stream"])
 def test_ctrl_c_within_an_environment_of_this_process(tmp_path, call):
     """`Local(workers=0)`: whoever was interrupted in the middle of a step is made anew by the next reset()."""
     memory = str(tmp_path / "lives")
@@ -152,6 +193,10 @@ def test_ctrl_c_within_an_environment_of_this_process(tmp_path, call):
                 for _ in range(4):
                     envs.send(ZEROS)
                     envs.recv()
+            elif call == "step_wait":
+                for _ in range(4):
+                    envs.step_async(ZEROS)
+                    envs.step_wait()
             elif call == "rollout":
                 collector.rollout(8)
             else:

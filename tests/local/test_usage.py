@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib
 import os
 import subprocess
 import sys
@@ -333,10 +335,32 @@ def test_a_vector_factory_that_breaks_is_made_again(tmp_path):
 
 def test_import_is_light():
     code = (
-        "import sys, clusterenv; heavy = {'torch', 'ray', 'kubernetes', 'rich', 'matplotlib', 'envpool', "
+        "import sys, clusterenv\n"
+        "for name in clusterenv.__all__: name == 'TorchPolicy' or getattr(clusterenv, name)\n"
+        "heavy = {'torch', 'ray', 'kubernetes', 'rich', 'matplotlib', 'envpool', "
         "'stable_baselines3', 'multiprocessing.resource_tracker'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_worker_imports_nothing_of_the_head():
+    code = (
+        "import sys, clusterenv.worker.forkserver\n"
+        "head = ('engine', 'executors', 'cluster', 'backends', 'driver', 'env', 'collector')\n"
+        "print([name for name in sys.modules if name.startswith(tuple(f'clusterenv.{one}' for one in head))])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert said.strip() == "[]"
+
+
+def test_names_are_the_same_for_type_checkers():
+    """The block that only type checkers read, against what `clusterenv.NAME` imports."""
+    tree = ast.parse(Path(ce.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    found = {alias.name: node.module for node in block.body for alias in node.names if node.module != "clusterenv"}
+    assert set(ce.__all__) <= {*found, "__version__"}
+    for name, module in found.items():
+        assert getattr(ce, name) is getattr(importlib.import_module(module), name)
 
 
 def test_the_types_and_the_common_errors_are_at_the_top():

@@ -7,11 +7,13 @@ import time
 
 import numpy as np
 import psutil
+import pytest
 import torch
 
 import clusterenv as ce
 from clusterenv.cluster.head import Head
 from clusterenv.policy.weights import codec
+from clusterenv.wire.messages import Withdrawn
 from policies import net, nudge
 from toys import linear
 
@@ -93,3 +95,32 @@ def test_a_machine_with_two_shards_pulls_once():
             assert batch.valid.all() and (batch.versions == version).all()
         assert collector.stats()["weight_bytes"] - before == 3 * size
         assert [node["pulls"] for node in collector.stats()["nodes"]] == [4, 1]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_nobody_acts_with_weights_that_were_withdrawn(monkeypatch, which):
+    """The node joins anew and is sent everything again, whatever lies in its memory: nothing, or older weights."""
+    give, withdrawn = Head._give, []
+
+    def withdraw_once(self, pull, peer):
+        if not withdrawn and pull.size > 0 and len(published) > which:
+            withdrawn.append(pull)
+            self._send(peer.node, Withdrawn(pull.weights))
+        else:
+            give(self, pull, peer)
+
+    monkeypatch.setattr(Head, "_give", withdraw_once)
+    weights, published = {"w": np.ones((4, 2), np.float32)}, []
+    with ce.ClusterEnv(ID, 2, backend=ce.Loopback(nodes=1), recovery=RECOVERY) as envs:
+        collector = envs.collector(ce.NumpyPolicy(linear, weights, dist="categorical"), seed=5)
+        for version in range(4):
+            weights["w"][:, 0] = 2.0 * version
+            published.append(version)
+            batch = collector.rollout(16, timeout_s=60)
+            assert batch.valid.all() and (batch.versions == version).all()
+            logits = batch.obs @ weights["w"]
+            chosen = np.take_along_axis(logits, batch.actions[..., None], -1)[..., 0]
+            expected = chosen - np.log(np.exp(logits).sum(-1))
+            assert np.allclose(batch.logprobs, expected, atol=1e-4), "acted with the weights that it says"
+        assert len(withdrawn) == 1
+        assert envs.stats()["events"]["node_lost"] == 1

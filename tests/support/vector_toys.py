@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium as gym
@@ -88,3 +90,24 @@ class Counter(gym.Env):
 
     def hands(self, slots):
         return slots
+
+
+class Gated(Counter):
+    """Waits in every call until there is a file of this name."""
+
+    def __init__(self, slot: int, gate: str) -> None:
+        super().__init__(slot)
+        self.gate = Path(gate)
+
+    def reset(self, *, seed=None, options=None):
+        self.passed()
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        self.passed()
+        return super().step(action)
+
+    def passed(self):
+        while not self.gate.exists():
+            time.sleep(0.005)
+        return self.slot

@@ -55,7 +55,11 @@ POLICY = SetPolicy(NUMBER, b"", None, None, 0, ())
 
 
 def asked(kind: Kind, message: Any, slots: list[int] = SLOTS) -> Any:
-    request = Requests(3).open(1, kind, slots, message)
+    ledger = Requests([[], slots])
+    if isinstance(message, int):
+        ledger.step_all = message
+        return ledger.open_step(1)
+    request = ledger.open(1, kind, slots, message)
     if kind is Kind.FRAGMENT:
         request.version, request.info_keys = 3, ("mask",)
     return request
@@ -92,6 +96,11 @@ def fragment_arrays() -> list[bytearray]:
     return arrays
 
 
+def unplayed(steps: int = 0) -> list[bytes]:
+    """The arrays of a fragment of which so many steps are done, none of them valid."""
+    return [bytes(size) for size in fragment_sizes(ARENA, len(SLOTS), steps)]
+
+
 def flags(arrays: list[bytearray], i: int) -> Any:
     return np.frombuffer(arrays[i], np.uint8).reshape(STEPS, len(SLOTS))
 
@@ -112,6 +121,11 @@ RESULT = FragmentResult(
     0.1,
     0.2,
     np.zeros(3, np.float32),
+)
+PARTIAL = RESULT._replace(
+    num_steps=4,
+    finals=Finals(places(), places(), [np.zeros((0, 4), np.float32)]),
+    samples=RESULT.samples._replace(t=np.array([4], np.uint8)),  # of the step that was not finished
 )
 FAILED = FragmentResult(0, -1, Finals(None, None, []), [], {}, None, ("no", "..."), None, 0.0, 0.0)
 FRAGMENT = RunFragment(NUMBER, STEPS, 0, {}, [0, 0, 0])
@@ -157,7 +171,21 @@ def good() -> dict[str, tuple[Any, Known, list[int], bool, list[Any]]]:
             KNOWN,
             [],
             True,
-            answer(Reply(NUMBER, [], result=FAILED), *fragment_arrays()),
+            answer(Reply(NUMBER, [], result=FAILED), *unplayed()),
+        ),
+        "part of a fragment": (
+            asked(Kind.FRAGMENT, FRAGMENT),
+            KNOWN,
+            SLOTS,
+            True,
+            answer(Reply(NUMBER, SLOTS, result=PARTIAL), *unplayed(4)),
+        ),
+        "policy failed in a fragment": (
+            asked(Kind.FRAGMENT, FRAGMENT),
+            KNOWN,
+            SLOTS,
+            True,
+            answer(Reply(NUMBER, SLOTS, result=PARTIAL._replace(policy_error=("no", "..."))), *unplayed(4)),
         ),
     }
 
@@ -368,9 +396,31 @@ def test_lies_in_the_arrays_of_a_fragment(change):
     refuse(asked(Kind.FRAGMENT, FRAGMENT), answer(Reply(NUMBER, SLOTS, result=RESULT), *arrays))
 
 
+@pytest.mark.parametrize(
+    ("change", "steps"),
+    [
+        ({}, 3),
+        ({}, 5),
+        ({}, STEPS),
+        ({"num_steps": STEPS + 1}, STEPS + 1),
+        ({"num_steps": -1}, 4),
+        ({"episodes": [(4, 0, 1.0, 1, {})]}, 4),
+        ({"infos": {"mask": [(4, 0, None)]}}, 4),
+        ({"finals": Finals(places(4), places(0), [np.zeros((1, 4), np.float32)])}, 4),
+        ({"samples": RESULT.samples._replace(t=np.array([5], np.uint8))}, 4),
+    ],
+    ids=str,
+)
+def test_lies_about_a_part_of_a_fragment(change, steps):
+    """Arrays of other steps than it says are done, or something in steps that are not."""
+    reply = Reply(NUMBER, SLOTS, result=PARTIAL._replace(**change))
+    refuse(asked(Kind.FRAGMENT, FRAGMENT), answer(reply, *unplayed(steps)))
+
+
 def test_a_fragment_without_its_result():
-    for result in (None, 3, ACTED, FAILED):
+    for result in (None, 3, ACTED):
         refuse(asked(Kind.FRAGMENT, FRAGMENT), answer(Reply(NUMBER, SLOTS, result=result), *fragment_arrays()))
+    refuse(asked(Kind.FRAGMENT, FRAGMENT), answer(Reply(NUMBER, SLOTS, result=FAILED), *unplayed()))
     refuse(asked(Kind.FRAGMENT, FRAGMENT), answer(Reply(NUMBER, [], result=RESULT), *fragment_arrays()), [])
 
 
@@ -439,6 +489,12 @@ def test_lies_about_what_was_built(change):
     request = asked(Kind.BUILD, Build(NUMBER, SLOTS, [1, 2, 3]))
     refuse(request, answer(BUILT._replace(**change)), [], known=Known(SLOTS))
     refuse(request, answer(Reply(NUMBER, [])), [], known=Known(SLOTS))
+
+
+def test_a_header_that_does_not_fit_what_was_built():
+    request = asked(Kind.BUILD, Build(NUMBER, SLOTS, [1, 2, 3]))
+    refuse(request, answer(BUILT), [0], known=Known(SLOTS))
+    refuse(request, answer(BUILT), [], False, known=Known(SLOTS))
 
 
 VALUES = st.recursive(

@@ -75,20 +75,43 @@ def test_a_node_that_had_to_leave_a_seat_may_finish_its_answer():
 
 def test_a_node_passes_on_what_its_head_listens_to():
     limit, head, now = OutputLimit(rate=1 << 20, burst=4 << 20), Flow(), 1.0
-    shown = left_out = 0
+    shown = dropped = 0
     for i in range(3000):
         now += 0.01
-        output = Output(0, 0, "x" * 100_000)
+        output = Output(0, 0, "x" * 99_999 + "\n")
         if limit.passes(output, now):
-            text, _, note = output.text.partition("\n")
-            shown += len(text)
-            left_out += int(note.split()[0][1:]) if note else 0
+            shown += 2
+            dropped += output.dropped
             assert head.spend(size_of(output, []), now, now), f"message {i}"
-    assert (shown + left_out) / 1e5 > 2980, "what is left out is counted"
-    assert 30 << 20 < shown < 36 << 20
+    dropped += sum(output.dropped for output in limit.unreported())
+    assert shown + dropped == 6000, "what is left out is counted, in lines"
+    assert 30 << 20 < shown * 5e4 < 36 << 20
+
+
+def test_what_a_node_left_out_at_the_end_is_reported_without_more_output():
+    limit = OutputLimit(rate=1 << 20, burst=4 << 20)
+    printed = [Output(shard, worker, "line\n" * 999 + "line") for shard, worker in [(0, 0), (0, 1), (1, 2)] * 1000]
+    passed = [output for output in printed if limit.passes(output, 1.0)]
+    reports = limit.unreported()
+    assert all(not output.text for output in reports)
+    for shard, worker in ((0, 0), (0, 1), (1, 2)):
+        got = [output for output in passed + reports if (output.shard, output.worker) == (shard, worker)]
+        assert sum(output.num_lines + output.dropped for output in got) == 1_000_000, "each has its own"
+    assert limit.unreported() == [], "once"
+    assert all(limit.passes(report, 1.0) for report in reports), "a report is no output"
 
 
 def test_a_line_without_end_is_shortened():
-    output = Output(0, 0, "x" * (5 << 20))
-    assert OutputLimit(rate=1 << 20, burst=4 << 20).passes(output, 1.0)
-    assert len(output.text) < 300_000 and "left out" in output.text
+    output, limit = Output(0, 0, "x" * (5 << 20) + "\nsecond"), OutputLimit(rate=1 << 20, burst=4 << 20)
+    assert limit.passes(output, 1.0)
+    assert len(output.text) < 300_000
+    assert [(report.worker, report.dropped) for report in limit.unreported()] == [(0, 1)], "the first is there"
+
+
+def test_a_report_without_lines_counts_none():
+    queue = OutputQueue()
+    for _ in range(10_000):
+        queue.put(Output(0, 0, "line"))
+    for _ in range(3):
+        queue.put(Output(0, 0, "", 5))
+    assert sum(message.dropped for message in queue.messages) == 15

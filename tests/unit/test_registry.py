@@ -19,7 +19,9 @@ def others(monkeypatch):
 
     def install(**values):
         points = [EntryPoint(name, value, registry.GROUP) for name, all_ in values.items() for value in all_]
-        monkeypatch.setattr(registry, "entry_points", lambda group, **of: EntryPoints(points).select(group=group, **of))
+        monkeypatch.setattr(
+            "importlib.metadata.entry_points", lambda group, **of: EntryPoints(points).select(group=group, **of)
+        )
 
     install()
     return install

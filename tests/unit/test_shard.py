@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from clusterenv.engine.inputs import Exit
+from clusterenv.errors import ProtocolError
 from clusterenv.node import shard as seat_module
 from clusterenv.node.shard import Shard
 from clusterenv.node.weight_store import WeightStore
 from clusterenv.spec import Delivered
-from clusterenv.wire.messages import AssignShard, Chunk, Exited, Offer, Pull, ToWorker
+from clusterenv.wire.messages import AssignShard, Chunk, Exited, Offer, Pull, Start, ToWorker
 
 
 class FakeProcesses:
@@ -50,7 +51,7 @@ def node(monkeypatch):
     store = WeightStore(lambda message, frames: sent.append(message))
     shard = Shard(host, b"", Delivered({}, b""), lambda message, frames: sent.append(message), store)
     for worker, _ in workers:
-        shard.start(worker)
+        shard.handle(Start(0, worker), [])
     yield shard, shard._executor, store, sent
     store.close()
 
@@ -66,14 +67,14 @@ def tell(worker, request, weights=0):
 def test_requests_of_a_dead_worker_do_not_reach_its_replacement(node):
     shard, processes, store, sent = node
     store.offer(offer(7, b"weights"), 0.0)
-    shard.tell(tell(4, 1, 7), [b"load"])
-    shard.tell(tell(5, 2, 7), [b"load"])
+    shard.handle(tell(4, 1, 7), [b"load"])
+    shard.handle(tell(5, 2, 7), [b"load"])
     processes.die(0)
     shard.take()
     assert isinstance(sent[-1], Exited) and sent[-1].worker == 4
-    shard.tell(tell(4, 3), [b"run"])  # sent before the head knew
-    shard.start(4)
-    shard.tell(tell(4, 4), [b"build"])
+    shard.handle(tell(4, 3), [b"run"])  # sent before the head knew
+    shard.handle(Start(0, 4), [])
+    shard.handle(tell(4, 4), [b"build"])
     store.chunk(Chunk(7, 0), b"weights", 0.0)
     shard.go_on()
     assert processes.told == [(1, b"load"), (0, b"build")]
@@ -82,10 +83,10 @@ def test_requests_of_a_dead_worker_do_not_reach_its_replacement(node):
 def test_requests_wait_only_for_weights_that_they_are_about(node):
     shard, processes, store, _ = node
     store.offer(offer(7, b"weights"), 0.0)
-    shard.tell(tell(4, 1), [b"step"])
+    shard.handle(tell(4, 1), [b"step"])
     assert processes.told == [(0, b"step")], "it was told to a worker that acts with what it has"
-    shard.tell(tell(4, 2, 7), [b"load"])
-    shard.tell(tell(5, 3), [b"step"])
+    shard.handle(tell(4, 2, 7), [b"load"])
+    shard.handle(tell(5, 3), [b"step"])
     assert processes.told == [(0, b"step")]
     processes.die(0)
     shard.take()
@@ -96,13 +97,31 @@ def test_weights_that_were_withdrawn_hold_nothing_up(node):
     shard, processes, store, sent = node
     store.offer(offer(7, b"weights"), 0.0)
     store.offer(offer(8, b"newer"), 0.0)
-    shard.tell(tell(5, 2, 8), [b"load"])
+    shard.handle(tell(5, 2, 8), [b"load"])
     assert sent == [Pull(7, 0, 7)]
     store.withdrawn(7, 0.0)
     assert sent[-1] == Pull(8, 0, 5)
     store.chunk(Chunk(8, 0), b"newer", 0.0)
     shard.go_on()
     assert processes.told == [(1, b"load")] and sent[-1] == Pull(8, 5, 0)
+
+
+def test_no_worker_loads_weights_that_are_not_there(node):
+    """Whether the request waits when they are withdrawn, or comes later, or others lie in their place by now."""
+    shard, processes, store, _ = node
+    store.offer(offer(7, b"weights"), 0.0)
+    store.chunk(Chunk(7, 0), b"weights", 0.0)
+    shard.handle(tell(4, 1, 7), [b"load 7"])
+    store.offer(offer(8, b"newer"), 0.0)
+    shard.handle(tell(4, 2, 8), [b"load 8"])
+    store.withdrawn(8, 0.0)
+    with pytest.raises(ProtocolError, match="cannot be pulled"):
+        shard.go_on()
+    for number in (7, 8, 9):  # in the place of 7, a part of 8 may lie
+        shard._waiting.clear()
+        with pytest.raises(ProtocolError, match="cannot be pulled"):
+            shard.handle(tell(5, 3, number), [b"load"])
+    assert processes.told == [(0, b"load 7")]
 
 
 def pulled(store, sent, data, seconds_per_byte):

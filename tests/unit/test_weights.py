@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from clusterenv.cluster.weight_server import WeightServer
@@ -26,7 +28,7 @@ class Told:
         self.nodes = [Node(), Node()]
         self.ledger.placed(0, 0, 1)
         self.ledger.placed(1, 1, 2)
-        self.ledger.attach(self.nodes)
+        self.ledger.attach(SimpleNamespace(nodes=self.nodes))
         self.requests = 0
 
     def load(self, worker, now=0.0):
@@ -160,7 +162,7 @@ def test_another_policy_is_not_mistaken_for_what_was_on_its_way(told):
     told.ledger.assign(machine, 0, b"x")
     transfer = told.load(0)[2]
     others = [Node(), Node()]
-    told.ledger.attach(others)
+    told.ledger.attach(SimpleNamespace(nodes=others))
     assert not machine.is_receiving, "what was on its way holds up no decision"
     told.arrive(transfer)
     assert machine.held is None and told.nodes[0].pulls == 1 and others[0].pulls == 0
@@ -199,7 +201,7 @@ def test_the_same_weights_have_a_number_of_their_own_on_each_machine(told):
 
 def test_limits_for_hangs_begin_when_the_weights_are_there(told):
     workers = Workers([[0], [1], [2], [3]], [0, 0, 1, 1], None)
-    health = Health(workers, Requests(4), told.ledger, Recovery(step_timeout_s=10.0))
+    health = Health(workers, Requests([[0], [1], [2], [3]]), told.ledger, Recovery(step_timeout_s=10.0))
     stepping = (0, PHASES.index("step"), 0)
     told.ledger.assign(told.ledger.of(0), 0, b"x")
     transfer = told.load(0)[2]

@@ -1,10 +1,20 @@
-"""Where environments run."""
+"""Where environments run.
 
-from clusterenv.backends.kubernetes import Kubernetes
-from clusterenv.backends.local import Local
-from clusterenv.backends.loopback import Loopback
-from clusterenv.backends.manual import Manual
-from clusterenv.backends.ray import Ray
-from clusterenv.backends.slurm import Slurm
+The classes are imported when they are first used, as in `clusterenv` itself, which says where each of them is.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from clusterenv import Kubernetes, Local, Loopback, Manual, Ray, Slurm
 
 __all__ = ["Kubernetes", "Local", "Loopback", "Manual", "Ray", "Slurm"]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import clusterenv
+
+        return getattr(clusterenv, name)

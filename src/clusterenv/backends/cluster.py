@@ -1,6 +1,6 @@
-"""What every backend over a network shares: keys, a listening head, nodes that are awaited, a driver over them.
+"""Start a run of any backend over a network: keys, a listening head, nodes, and the driver.
 
-A backend brings `Jobs` (`contract.py`): how node agents are started, looked after and ended. It sees no message.
+The backend's `Jobs` (`contract.py`) start, watch and end node agents; they see no message.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from clusterenv.backends.local import split
 from clusterenv.backends.remote import Remote
 from clusterenv.cluster.contract import Timing
 from clusterenv.cluster.head import Head
+from clusterenv.cluster.peers import Admission
 from clusterenv.driver import Driver
+from clusterenv.engine.requests import Requests
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import Event, EventLog, emit, emit_progress
 from clusterenv.executors.remote import RemoteExecutor
@@ -31,28 +33,26 @@ from clusterenv.system.teardown import Teardown
 from clusterenv.transport.keys import make_keys
 from clusterenv.worker.setup import WorkerConfig
 
-__all__ = ["example_plan", "start"]
+_QUIET_S = 2.0  # how long nodes are awaited before progress is logged
 
-_QUIET_S = 2.0
-"""How long nodes are awaited before anything is logged about it."""
+_CLEAN_UP_S = 8.0  # how long it may take to end the jobs of a run that could not be started
 
-_CLEAN_UP_S = 8.0
-"""What may be spent on ending the jobs of a run that could not be started."""
+_TRIES = 3  # if a node ends so often before any node has joined, the start fails: they all would
 
-_TRIES = 3
-"""A node that ends so often while no node has ever come is taken for a mistake that all of them share."""
-
-_OTHERS_S = 5.0
-"""How long the last of `min_nodes` nodes waits for others before the run begins without them."""
+_OTHERS_S = 5.0  # how long to wait for further nodes once `min_nodes` have joined
 
 
 def start(
     remote: Remote, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog
 ) -> Driver:
-    """Listen, have node agents started, wait for them all, and make the driver."""
+    """Listen, start the node agents, wait for them, and make the driver."""
     host = listening_address(type(remote).__name__, remote.bind)
-    nodes, most = remote.nodes, remote.max_nodes or remote.nodes
-    _check_workers(most, remote.workers_per_node, blueprint.num_envs)
+    nodes, most, each = remote.nodes, remote.max_nodes or remote.nodes, remote.workers_per_node
+    if most * each > blueprint.num_envs:
+        raise SpecError(
+            f"{most} nodes with {each} workers each are {most * each} workers for {blueprint.num_envs} environments: "
+            f"ask for fewer"
+        )
     # A connection for each node, a second one for a moment while it dials, and the sockets of the head.
     allow_open_files(f"{most} nodes", more=2 * most + 24)
     timing = Timing(*remote.heartbeat_s, remote.move_after_s)
@@ -74,18 +74,9 @@ def start(
     clean_up = Teardown(lambda: stop(time.monotonic() + _CLEAN_UP_S), _CLEAN_UP_S + 2.0)
     try:
         keys, node_keys = make_keys(), [make_keys() for _ in range(most)]
-        head = Head(
-            keys,
-            [pair.public for pair in node_keys],
-            host,
-            parse_port(remote.port),
-            timing,
-            events,
-            supervisor,
-            cores=1 if remote.oversubscribe else remote.workers_per_node,
-            sends_pickle=remote.allow_pickle,
-            invited=nodes,
-        )
+        cores = 1 if remote.oversubscribe else each
+        admission = Admission([pair.public for pair in node_keys], cores, remote.allow_pickle)
+        head = Head(keys, host, parse_port(remote.port), admission, timing, events, supervisor, invited=nodes)
         address = dialled(head.address, parse_advertise(remote.advertise))
         folder.write_keys(address, keys.public, node_keys)
         with folder.writing():
@@ -104,14 +95,6 @@ def start(
         raise
 
 
-def _check_workers(most: int, each: int, num_envs: int) -> None:
-    if most * each > num_envs:
-        raise SpecError(
-            f"{most} nodes with {each} workers each are {most * each} workers for {num_envs} environments: "
-            f"ask for fewer"
-        )
-
-
 def _make_driver(
     head: Head,
     remote: Remote,
@@ -126,19 +109,22 @@ def _make_driver(
     slots_of = split(blueprint.num_envs, workers)
     shard_of = [worker // each for worker in range(workers)]
     config = WorkerConfig(mode, recovery.check, remote.threads_per_worker, remote.preload, remote.other_infos)
-    executor = RemoteExecutor(head, blueprint, slots_of, shard_of, config, stop)
-    return Driver(executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=shard_of)
+    requests = Requests(slots_of)
+    executor = RemoteExecutor(head, blueprint, requests, slots_of, shard_of, config, stop)
+    return Driver(
+        executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=shard_of, requests=requests
+    )
 
 
 def example_plan(remote: Remote) -> Plan:
-    """Return the plan of a run that there is not, called RUN, for `script`: its files and its address do not exist."""
+    """Return a plan for `script`, of a run named RUN whose files and address do not exist."""
     folder = run_path(remote.folder, "RUN")
     files = tuple(key_file(folder, node) for node in range(remote.max_nodes or remote.nodes))
     return Plan("RUN", folder, files, remote.heartbeat_s[2], remote.allow_pickle, "tcp://HEAD:PORT")
 
 
 def _launch(remote: Remote, folder: RunFolder, lease_s: float, address: str, closing: threading.Event) -> Jobs:
-    """Return the jobs of the run, with their note written: from then on `clusterenv gc` ends what is left of them."""
+    """Return the jobs of the run, after their note is written, by which `clusterenv gc` ends what is left of them."""
     digests = folder.digests if remote.owner_squashed else ()
     plan = Plan(folder.run, folder.path, folder.files, lease_s, remote.allow_pickle, address, closing, digests)
     jobs = remote.launch(plan)
@@ -149,7 +135,7 @@ def _launch(remote: Remote, folder: RunFolder, lease_s: float, address: str, clo
                 raise SpecError(f"{name}: its jobs have note(), so it needs `name` and collect_garbage(note, deadline)")
             folder.note.add_jobs({remote.name: dict(jobs.note())})
     except BaseException:
-        if isinstance(jobs, ScheduledJobs):  # it may have opened connections
+        if isinstance(jobs, ScheduledJobs):  # to close its connections
             jobs.stop(time.monotonic() + _CLEAN_UP_S)
         raise
     return jobs
@@ -167,9 +153,9 @@ def _left_behind(folder: RunFolder, left: str, jobs: Jobs | None, lease_s: float
 def _await(
     head: Head, address: str, supervisor: Supervisor, jobs: Jobs, remote: Remote, nodes: int, num_envs: int
 ) -> None:
-    """Wait until every node is here, or `min_nodes` are and no other comes, with a line that says who is missing.
+    """Wait until every node has joined, or `min_nodes` have and no other does; log who is missing.
 
-    Jobs that end before their node has come are started again (`Roster.gone`) until the timeout.
+    Jobs that end before their node has joined are started again (`Roster.gone`) until the timeout.
     """
     deadline = time.monotonic() + remote.start_timeout_s
     shown = ""
@@ -203,7 +189,7 @@ def _await(
 
 
 def _hopeless(head: Head, over: Mapping[int, str], missing: Sequence[int]) -> dict[int, str]:
-    """Return the nodes that will not come however long they are awaited, and why."""
+    """Return the nodes that will never join, and why."""
     refused = {node: f"was refused: {head.refusals[node]}" for node in missing if node in head.refusals}
     if refused:
         return refused
@@ -226,4 +212,4 @@ def _described(jobs: Jobs, node: int, over: Mapping[int, str]) -> str:
 def _tails(jobs: Jobs, nodes: list[int]) -> str:
     if not isinstance(jobs, DescribesJobs):
         return ""
-    return "".join(f"\nlast words of node {node}:\n{jobs.log_tail(node)}" for node in nodes[:3])
+    return "".join(f"\nlast log lines of node {node}:\n{jobs.log_tail(node)}" for node in nodes[:3])

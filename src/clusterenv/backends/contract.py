@@ -1,9 +1,9 @@
-"""The contract of a backend, in small protocols: what every backend has, and what only some can do.
+"""The contract of a backend, in small protocols.
 
-`Backend` is what `ClusterEnv` asks of any place to run. Backends over a network derive from `Remote`, which has all of
-that, and add `launch(plan) -> jobs` (`ClusterBackend`). Whatever else a backend or its jobs can do is an optional
-protocol of its own: it is used where it is there, and nobody stubs it. docs/backends.md has an example in one file;
-`clusterenv.testing.backends` has the tests that every backend passes.
+`Backend` is what `ClusterEnv` needs of any backend. Backends over a network derive from `Remote`, which has all of
+that, and add `launch(plan) -> jobs` (`ClusterBackend`). Each further ability of a backend or of its jobs is an optional
+protocol. docs/backends.md has an example in one file; `clusterenv.testing.backends` has the tests that every backend
+passes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from clusterenv.arguments import closest, fits, refused
 from clusterenv.backends import registry
+from clusterenv.system.exits import NEVER, how_it_ended
 
 if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode
@@ -26,24 +27,8 @@ if TYPE_CHECKING:
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
 
-__all__ = [
-    "Backend",
-    "CancelsJobs",
-    "ClusterBackend",
-    "CollectsGarbage",
-    "DescribesJobs",
-    "Hopeless",
-    "Jobs",
-    "LeavesJobs",
-    "Plan",
-    "PrintsScript",
-    "ScheduledJobs",
-    "agent_command",
-    "check_backend",
-]
-
 _LEASE_S = 60.0
-"""The lease of a node that is not told another (`clusterenv node --lease-s`)."""
+"""The default of `clusterenv node --lease-s`."""
 
 
 # -- backends -----------------------------------------------------------------------------------------------------
@@ -51,21 +36,18 @@ _LEASE_S = 60.0
 
 @runtime_checkable
 class Backend(Protocol):
-    """A place to run environments: what `ClusterEnv(backend=...)` takes."""
+    """Where environments run: what `ClusterEnv(backend=...)` takes."""
 
     @property
     def is_remote(self) -> bool:
-        """Whether code has to travel to machines that may not have the user's files."""
-        ...
+        """Whether code is sent to machines that may not have the user's files."""
 
     @property
     def allow_pickle(self) -> bool:
-        """Whether code may travel at all."""
-        ...
+        """Whether code may be sent at all."""
 
     def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Driver:
-        """Make the environments, and return what steps them."""
-        ...
+        """Make the environments, and return the driver that steps them."""
 
 
 @runtime_checkable
@@ -75,15 +57,13 @@ class ClusterBackend(Backend, Protocol):
     @property
     def nodes(self) -> int:
         """The number of nodes at the start."""
-        ...
 
     def launch(self, plan: Plan) -> Jobs:
         """Return the jobs of a run. Nothing is started yet: `Jobs.start` is called for each node.
 
-        Called in the thread of the user, once per run. Raises `StartError` where the scheduler cannot be used from
-        here. What is opened here is closed by `ScheduledJobs.stop`.
+        Called once per run, in the user's thread. Raises `StartError` where the scheduler cannot be used from here.
+        `ScheduledJobs.stop` closes what is opened here.
         """
-        ...
 
 
 @runtime_checkable
@@ -91,25 +71,23 @@ class PrintsScript(Protocol):
     """Optional: a backend that submits text, which `clusterenv script NAME` prints."""
 
     def script(self, plan: Plan) -> str:
-        """Return what would be submitted for node 0 of this plan, whose files need not exist. Pure."""
-        ...
+        """Return what would be submitted for node 0 of this plan, whose files need not exist. Has no side effects."""
 
 
 @runtime_checkable
 class CollectsGarbage(Protocol):
-    """Optional: a backend whose jobs can outlive a killed head (`LeavesJobs`): `clusterenv gc` ends them."""
+    """Optional: a backend whose jobs can outlive a killed head (`LeavesJobs`), until `clusterenv gc` ends them."""
 
     name: ClassVar[str]
-    """The name of its entry point in the group `clusterenv.backends`, by which `clusterenv gc` finds the class."""
+    """Its entry point in the group `clusterenv.backends`, by which `clusterenv gc` finds the class."""
 
     @staticmethod
     def collect_garbage(note: Mapping[str, Any], deadline: float) -> str:
         """End what is left of the run whose jobs wrote this note, by `deadline` (of the monotonic clock).
 
-        Returns one line that says what was ended; nothing that is gone already is an error. Raises `StartError` where
-        something may be left: then the note is kept, for the next time.
+        Returns one line that says what was ended; what is gone already is no error. Raises `StartError` where something
+        may be left: then the note is kept for the next time.
         """
-        ...
 
 
 # -- jobs ---------------------------------------------------------------------------------------------------------
@@ -121,61 +99,59 @@ class Jobs(Protocol):
     def start(self, node: int) -> None:
         """Start the agent of this node (`Plan.command`), for the first time or in place of one that is over.
 
-        May be slow; raises where it fails, and is called again some seconds later. The first starts of a run are an
-        exception: there, what is raised reaches the user.
+        May be slow. If it raises, it is called again some seconds later; in the first starts of a run, the error
+        reaches the user instead.
         """
-        ...
 
 
 class Hopeless(str):
-    """Why a job is over, as `ScheduledJobs.look` says it, where starting it again would not help."""
+    """The reason why a job is over (`ScheduledJobs.look`), if starting it again would not help."""
 
     __slots__ = ()
 
 
+def ended(code: int) -> str:
+    """Return the reason for `ScheduledJobs.look` of an agent that ended with this exit code."""
+    return (Hopeless if code == NEVER else str)(f"ended: {how_it_ended(code)}")
+
+
 @runtime_checkable
 class ScheduledJobs(Jobs, Protocol):
-    """Optional: jobs that can be asked for and ended. Others are started again whenever their node is missing."""
+    """Optional: jobs whose state is known. Others are started again whenever their node is missing."""
 
     def look(self) -> dict[int, str]:
         """Return the nodes whose agent is known to be over, and why. Called twice a second; may be slow, may raise.
 
-        A `Hopeless` reason ends a start at once that needs this node; any other job is started again.
+        With a `Hopeless` reason, a start that needs this node fails at once; any other job is started again.
         """
-        ...
 
     def stop(self, deadline: float) -> None:
         """End everything by `deadline` (of the monotonic clock). Raises where something may be left.
 
         Called once, as the last call. Nodes were told to leave just before, and usually end by themselves.
         """
-        ...
 
 
 @runtime_checkable
 class CancelsJobs(Protocol):
-    """Optional: jobs of which one can be ended alone. Others end when their node was told to leave."""
+    """Optional: jobs that can be ended one by one. Others end when their node was told to leave."""
 
     def drop(self, node: int) -> None:
-        """End the job of this node, which is not wanted any more and was told to leave; it may wait in a queue."""
-        ...
+        """End the job of this node, which was told to leave; the job may still wait in a queue."""
 
 
 @runtime_checkable
 class DescribesJobs(Protocol):
-    """Optional: jobs that have something to say about themselves. Called by any thread."""
+    """Optional: jobs that can be described to the user. Called by any thread."""
 
     def state(self, node: int) -> str:
-        """Return what the scheduler says of a node that has not joined ("PENDING (Resources)"); may be empty."""
-        ...
+        """Return the scheduler's state of a node that has not joined ("PENDING (Resources)"); may be empty."""
 
     def log_tail(self, node: int) -> str:
         """Return the last lines that a node's agent wrote, or where they are."""
-        ...
 
     def describe(self) -> str:
         """Return what was started, in the scheduler's own names."""
-        ...
 
 
 @runtime_checkable
@@ -183,11 +159,7 @@ class LeavesJobs(Protocol):
     """Optional: jobs that outlive a killed head. Node agents end by themselves; queued jobs and objects do not."""
 
     def note(self) -> Mapping[str, Any]:
-        """Return what `CollectsGarbage.collect_garbage` needs, as JSON: names, never secrets.
-
-        It is written before the first job is started.
-        """
-        ...
+        """Return what `CollectsGarbage.collect_garbage` needs, as JSON without secrets; asked before any start."""
 
 
 # -- what a launch is given ---------------------------------------------------------------------------------------
@@ -198,19 +170,19 @@ class Plan:
     """What a backend needs to start node agents."""
 
     run: str
-    """The run's own name: eight hexadecimal digits, to name jobs by."""
+    """The run's name, eight hexadecimal digits: for the names of jobs."""
     folder: Path
-    """The run's folder (mode 0700), which is removed at the end: for what nodes read, and for logs."""
+    """The run's folder (mode 0700) for logs and for files that nodes read; removed at the end."""
     files: tuple[Path, ...]
-    """The key file of each node; as many as there may ever be nodes. Secret."""
+    """The key file of each of `max_nodes` nodes. Secret."""
     lease_s: float
     allow_pickle: bool
     address: str
     """What nodes dial."""
     closing: threading.Event = field(default_factory=threading.Event)
-    """Set when the run is over: a question to the scheduler that is under way need not be answered."""
+    """Set when the run is over: a call to the scheduler that is under way may be given up."""
     digests: tuple[str, ...] = ()
-    """SHA-256 of each key file, where its owner says nothing."""
+    """SHA-256 of each key file, for file systems that show other owners."""
 
     def command(self, node: int, python: str | None = None, options: Sequence[str] = ()) -> list[str]:
         """Return the command that starts the agent of this node on a machine that sees the same files."""

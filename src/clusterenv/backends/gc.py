@@ -1,8 +1,8 @@
-"""`clusterenv gc`: remove what runs have left behind whose head is gone.
+"""`clusterenv gc`: remove what is left of runs whose head is gone.
 
-Nodes end by themselves when their lease on the head is over. What stays is what cannot know: jobs that wait in a queue,
-objects in a Kubernetes namespace, key files. They are found by the note in the run's folder (`Note`); what a backend
-left is removed by its own `collect_garbage`. A note is deleted last, and only when everything else is gone.
+Nodes end by themselves when their lease on the head is over. Queued jobs, objects in a Kubernetes namespace and key
+files stay. They are found by the note in the run's folder (`Note`), and removed by the backend's `collect_garbage`. The
+note is deleted last, when everything else is gone.
 """
 
 from __future__ import annotations
@@ -21,20 +21,16 @@ from clusterenv.backends import registry
 from clusterenv.backends.launch.note import NAME, life, now_there
 from clusterenv.errors import ClusterEnvError, SpecError, StartError
 
-__all__ = ["Removed", "places", "remove", "remove_pods"]
-
-_COLLECT_S = 60.0
-"""What one backend may take to remove what is left of one run."""
+_COLLECT_S = 60.0  # how long a backend may take to remove one run
 
 
 class Removed(NamedTuple):
-    runs: int
-    """Without a head; removed, unless it was a dry run."""
+    runs: int  # runs without a head; removed unless it was a dry run
     failures: int
 
 
 def places() -> list[Path]:
-    """Where run folders are unless somebody chose another place."""
+    """Return the default places of run folders."""
     return [Path("~/.clusterenv").expanduser(), Path(tempfile.gettempdir())]
 
 
@@ -47,8 +43,8 @@ def remove(
 ) -> Removed:
     """Remove what runs without a head have left below these folders.
 
-    `run`: only this one, also where its head cannot be judged from here. `any_owner`: the file system shows others as
-    the owners of this user's files.
+    `run`: only this one, also if the state of its head is not known here. `any_owner`: the file system shows other
+    owners for this user's files.
     """
     count = failures = foreign = 0
     for folder in folders:
@@ -85,7 +81,7 @@ def remove(
 def remove_pods(
     namespace: str | None, context: str | None, dry_run: bool, say: Callable[[str], None], run: str | None = None
 ) -> Removed:
-    """Remove runs from a Kubernetes namespace whose heads wrote their notes where nobody can read them: in a pod."""
+    """Remove runs from a Kubernetes namespace whose heads ran in a pod: their notes are gone with it."""
     from clusterenv.backends.kubernetes_api import delete_abandoned
 
     try:
@@ -96,7 +92,7 @@ def remove_pods(
 
 
 def _collect(name: str, facts: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Raises where something may be left."""
+    """Have a backend remove what it has left. Raises where something may remain."""
     collect_garbage = getattr(registry.find(name), "collect_garbage", None)
     if collect_garbage is None:
         raise SpecError(f"the note names the backend {name!r}, which has no collect_garbage()")
@@ -104,5 +100,5 @@ def _collect(name: str, facts: Mapping[str, Any], say: Callable[[str], None]) ->
         say(collect_garbage(facts, time.monotonic() + _COLLECT_S))
     except ClusterEnvError:
         raise
-    except Exception as error:  # it may be of another package, and is not to end the search
+    except Exception as error:  # code of another package must not end the search
         raise StartError(f"{type(error).__name__}: {error}") from error

@@ -1,8 +1,8 @@
 """`Kubernetes`: one bare pod per node, each with its own Secret, all owned by one small run object.
 
 Deleting that object (a ConfigMap) deletes everything. A Job would end all pods when one succeeds, count their failures
-together, and scale down whichever it likes. Manifests are made by pure functions; pods pass the "restricted" Pod
-Security Standard unless options say otherwise.
+together, and choose itself which pods to remove. Pods pass the "restricted" Pod Security Standard unless options say
+otherwise.
 """
 
 from __future__ import annotations
@@ -13,23 +13,18 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
-from clusterenv.backends.contract import Hopeless
+from clusterenv.backends.contract import Hopeless, Plan, agent_command
 from clusterenv.backends.kubernetes_api import LEASE, SEEN, Api, collect, delete_run, labels, now, selector
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError, StartError
 from clusterenv.events import emit
 from clusterenv.system.exits import NEVER
 
-if TYPE_CHECKING:
-    from clusterenv.backends.contract import Plan
-
-__all__ = ["Kubernetes", "pod_manifest", "run_manifest", "secret_manifest"]
-
-_KEY = "/var/run/clusterenv/node.key"
-_BEAT_S = 30.0
-"""How often the run object is told that the head is alive."""
+_KEY = Path("/var/run/clusterenv/node.key")
+_BEAT_S = 30.0  # how often the head marks the run object as alive
 
 _HOPELESS = {
     "CreateContainerConfigError",
@@ -39,7 +34,7 @@ _HOPELESS = {
     "ImagePullBackOff",
     "InvalidImageName",
 }
-"""A container that waits for such a reason would wait for ever."""
+"""Reasons for which a container would wait for ever."""
 
 Manifest = dict[str, Any]
 
@@ -60,7 +55,7 @@ class Kubernetes(Remote):
         python: the interpreter in the image.
         kubeconfig, context: None: as kubectl finds them; within a pod, its service account.
         grace_s: what a pod gets, when it is deleted or evicted, to finish its step and hand over what it has.
-        others: as in `Remote`, which see.
+        others: as in `Remote`.
     """
 
     image: str
@@ -78,6 +73,7 @@ class Kubernetes(Remote):
     context: str | None = None
     grace_s: int = 30
     name: ClassVar[str] = "kubernetes"
+    collect_garbage = staticmethod(collect)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,16 +92,12 @@ class Kubernetes(Remote):
         items = [run_manifest(plan.run, plan.lease_s), secret_manifest(plan.run, 0, "...", owner), pod]
         return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2)
 
-    @staticmethod
-    def collect_garbage(note: Mapping[str, Any], deadline: float) -> str:
-        return collect(note, deadline)
-
 
 # -- manifests ----------------------------------------------------------------------------------------------------
 
 
 def run_manifest(run: str, lease_s: float) -> Manifest:
-    """The object that owns everything of a run, and says when its head was last alive."""
+    """Return the object that owns everything of a run, and says when its head was last alive."""
     annotations = {SEEN: now(), LEASE: f"{lease_s:g}"}
     metadata = {"name": f"clusterenv-{run}", "labels": labels(run), "annotations": annotations}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
@@ -122,13 +114,12 @@ def pod_manifest(
     cores = backend.workers_per_node if backend.cpu is None else backend.cpu
     resources = {"cpu": str(cores), **({} if backend.memory is None else {"memory": backend.memory})}
     grace_s = backend.pod_overrides.get("terminationGracePeriodSeconds", backend.grace_s)
-    grace = ["--grace-s", str(grace_s)]
     container = {
         "name": "node",
         "image": backend.image,
-        "command": [backend.python, "-m", "clusterenv", "node", "--join", _KEY, *grace, "--mounted", *options],
+        "command": agent_command(_KEY, ["--grace-s", str(grace_s), "--mounted", *options], backend.python),
         "resources": {"requests": resources, "limits": resources},
-        "volumeMounts": [{"name": "key", "mountPath": _KEY, "subPath": "node.key", "readOnly": True}],
+        "volumeMounts": [{"name": "key", "mountPath": str(_KEY), "subPath": "node.key", "readOnly": True}],
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
     spec: Manifest = {
@@ -139,13 +130,12 @@ def pod_manifest(
         "containers": [container],
         "volumes": [{"name": "key", "secret": {"secretName": f"clusterenv-{run}-{node}", "defaultMode": 0o444}}],
     }
-    for name_, value in (
-        ("nodeSelector", dict(backend.node_selector)),
-        ("tolerations", [dict(toleration) for toleration in backend.tolerations]),
-        ("serviceAccountName", backend.service_account),
-    ):
-        if value:
-            spec[name_] = value
+    if backend.node_selector:
+        spec["nodeSelector"] = dict(backend.node_selector)
+    if backend.tolerations:
+        spec["tolerations"] = [dict(toleration) for toleration in backend.tolerations]
+    if backend.service_account:
+        spec["serviceAccountName"] = backend.service_account
     overrides = dict(backend.pod_overrides)
     for key, value in overrides.pop("container", {}).items():
         container[key] = _merged(container.get(key), value)
@@ -157,7 +147,7 @@ def pod_manifest(
 
 
 def _security(user: int | None) -> Manifest:
-    """Of the pod, as the "restricted" standard asks; but for root, where the user wants that."""
+    """Return the pod's security context, as the "restricted" standard asks unless the user wants root."""
     who: Manifest = {} if user is None else {"runAsUser": user}
     return {**who, "runAsNonRoot": user != 0, "seccompProfile": {"type": "RuntimeDefault"}}
 
@@ -193,11 +183,9 @@ class _Pods:
         over = {}
         for node, name in enumerate(self._pod):
             if name in self._seen:
-                pod = self._seen[name]
-                text, is_over = ("deleted", True) if pod is None else _describe(pod)
-                if is_over:
-                    is_hopeless = pod is not None and _is_hopeless(pod)
-                    over[node] = (Hopeless if is_hopeless else str)(f"ended: pod {name} is {text}")
+                text, reason = _describe(self._seen[name])
+                if reason is not None:
+                    over[node] = reason(f"ended: pod {name} is {text}")
         return over
 
     def _beat(self) -> None:
@@ -207,7 +195,7 @@ class _Pods:
             name = f"clusterenv-{self._plan.run}"
             try:
                 self._api.ask("patch_namespaced_config_map", name, self._namespace, body, none_if=404)
-            except StartError as error:  # rights of an older deploy/rbac.yaml; the run does not need it
+            except StartError as error:  # rights of an older deploy/rbac.yaml; the run works without
                 if self._may_beat:
                     emit(logging.WARNING, f"`clusterenv gc --kubernetes` may take this run for abandoned: {error}")
                 self._may_beat = False
@@ -224,7 +212,7 @@ class _Pods:
         self._pod[node] = name
 
     def _owner(self) -> Manifest:
-        """The run object; made anew where somebody has deleted it, and with it everything that it owned."""
+        """Return the run object; it is made again if somebody has deleted it, with everything that it owned."""
         name, where = f"clusterenv-{self._plan.run}", self._namespace
         found = self._api.ask("read_namespaced_config_map", name, where, none_if=404)
         if found is None:
@@ -242,8 +230,8 @@ class _Pods:
             self._api.ask("delete_namespaced_pod", name, where, grace_period_seconds=grace_s, none_if=404)
 
     def state(self, node: int) -> str:
-        pod = self._seen.get(self._pod[node], "")
-        return "" if pod == "" else "deleted" if pod is None else _describe(pod)[0]
+        name = self._pod[node]
+        return _describe(self._seen[name])[0] if name in self._seen else ""
 
     def log_tail(self, node: int) -> str:
         name = self._pod[node]
@@ -251,12 +239,12 @@ class _Pods:
             tail = self._api.ask("read_namespaced_pod_log", name, self._namespace, tail_lines=40, timeout_s=5.0)
         except StartError as error:  # no container yet, or no pod any more
             tail = f"(no log: {error})"
-        told = []
-        with contextlib.suppress(StartError):  # events are a courtesy, which may need rights that the head lacks
+        lines = []
+        with contextlib.suppress(StartError):  # the head may lack the right to read events
             its = f"involvedObject.name={name}"
             events = self._api.ask("list_namespaced_event", self._namespace, field_selector=its, timeout_s=5.0)
-            told = [f"{event.reason}: {event.message}" for event in events.items[-5:]]
-        return "\n".join([f"pod {name}: {self.state(node)}", *told, tail or "(it has said nothing)"])
+            lines = [f"{event.reason}: {event.message}" for event in events.items[-5:]]
+        return "\n".join([f"pod {name}: {self.state(node)}", *lines, tail or "(it has said nothing)"])
 
     def describe(self) -> str:
         pods = sum(map(bool, self._pod))
@@ -269,28 +257,21 @@ class _Pods:
             self._api.close()
 
 
-def _is_hopeless(pod: Any) -> bool:
-    """Return whether a pod that is over would end the same way again."""
-    states = [container.state for container in pod.status.container_statuses or []]
-    return any(
-        (state.waiting is not None and state.waiting.reason in _HOPELESS)
-        or (state.terminated is not None and state.terminated.exit_code == NEVER)
-        for state in states
-    )
-
-
-def _describe(pod: Any) -> tuple[str, bool]:
-    """What a pod does, and whether that is the end of it."""
+def _describe(pod: Any) -> tuple[str, type[str] | None]:
+    """Return the state of a pod in words and, if it is over, the class of that reason: `Hopeless` or `str`."""
+    if pod is None:
+        return "deleted", str
     status = pod.status
     for container in status.container_statuses or []:
         waiting, ended = container.state.waiting, container.state.terminated
         if waiting is not None and waiting.reason in _HOPELESS:
-            return f"waiting: {waiting.reason}: {waiting.message}", True
+            return f"waiting: {waiting.reason}: {waiting.message}", Hopeless
         if ended is not None:
-            return f"over: {ended.reason} (exit code {ended.exit_code})", True
+            text = f"over: {ended.reason} (exit code {ended.exit_code})"
+            return text, Hopeless if ended.exit_code == NEVER else str
     if status.phase in ("Failed", "Succeeded"):
-        return f"{status.phase} {status.reason or ''} {status.message or ''}".strip(), True
+        return f"{status.phase} {status.reason or ''} {status.message or ''}".strip(), str
     for condition in status.conditions or []:
         if condition.type == "PodScheduled" and condition.status == "False":
-            return f"{status.phase} ({condition.reason}: {condition.message})", False
-    return str(status.phase), False
+            return f"{status.phase} ({condition.reason}: {condition.message})", None
+    return str(status.phase), None

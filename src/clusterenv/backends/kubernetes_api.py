@@ -1,4 +1,4 @@
-"""The Kubernetes API as far as it is used here, and what deletes a run: at its end, or for `clusterenv gc`.
+"""Calls to the Kubernetes API, and the deletion of a run, at its end or by `clusterenv gc`.
 
 The official client is imported when the first `Api` is made.
 """
@@ -16,30 +16,25 @@ from typing import Any
 
 from clusterenv.errors import StartError
 
-__all__ = ["LEASE", "RUN", "SEEN", "Api", "collect", "delete_abandoned", "delete_run", "labels", "now", "selector"]
-
 RUN = "clusterenv/run"
 SEEN = "clusterenv/seen"
 """Annotation of the run object: when the head was last alive."""
 
 LEASE = "clusterenv/lease-s"
-_SLACK_S = 180.0
-"""On top of the lease: for beats that came late, and for clocks."""
+_SLACK_S = 180.0  # added to the lease, for late marks and for clocks that differ
 
 _INSIDE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _GRACE_S = 5
-_GONE_S = 5.0
-"""How long deleted pods may take to be gone, before they are removed by force."""
+_GONE_S = 5.0  # how long deleted pods may take to be gone, before they are removed by force
 
 
 class Api:
-    """One cluster as one user sees it. Credentials are read anew where they are not accepted any more."""
+    """A connection to one cluster. Credentials that are no longer accepted are read again."""
 
     def __init__(self, kubeconfig: str | None = None, context: str | None = None) -> None:
         self._kubeconfig, self._context = kubeconfig or os.environ.get("KUBECONFIG"), context
         self._core: Any = None
-        self.namespace = "default"
-        """Of the kubeconfig's context, or of the pod that this process is in."""
+        self.namespace = "default"  # of the kubeconfig's context, or of the pod that this process is in
         self.server = ""
         """The address of the API server; "" within a pod, where it is another one than outside."""
         self._connect()
@@ -63,13 +58,13 @@ class Api:
                 self.server = settings.host
         except (config.ConfigException, OSError, TypeError) as error:
             raise StartError(f"Kubernetes: there is no usable kubeconfig: {error}") from None
-        settings.retries = 1  # a connection that was idle may have ended
+        settings.retries = 1  # an idle connection may have ended
         self.close()
         self._core = client.CoreV1Api(client.ApiClient(settings))
 
     @property
     def note(self) -> dict[str, Any]:
-        """How `collect` finds the same cluster."""
+        """What `collect` needs to find the same cluster."""
         return {"kubeconfig": self._kubeconfig, "context": self._context, "server": self.server}
 
     def ask(self, what: str, *args: Any, none_if: int = 0, timeout_s: float = 10.0, **options: Any) -> Any:
@@ -82,7 +77,7 @@ class Api:
                 if status is not None and status == none_if:
                     return None
                 if status != 401 or attempt:
-                    raise _told(error) from None
+                    raise _start_error(error) from None
             with contextlib.suppress(StartError):
                 self._connect()  # a token that has expired may have been renewed
         raise AssertionError("unreachable")
@@ -107,34 +102,33 @@ def now() -> str:
 def delete_run(api: Api, namespace: str, run: str, deadline: float) -> None:
     """Delete the run object and its pods, and wait until these are gone. Raises where that fails.
 
-    Its Secrets go with the run object, which owns them: Kubernetes itself deletes them, so that the head needs no right
-    to. `deadline` is of the monotonic clock.
+    Kubernetes deletes the Secrets with the run object, which owns them: the head needs no right to delete these.
+    `deadline` is of the monotonic clock.
     """
 
     def ask(what: str, *args: Any, **options: Any) -> Any:
-        # Half of what is left, as the client tries a second time.
+        # Half of the time left: the client tries twice.
         return api.ask(what, *args, timeout_s=max(0.5, (deadline - time.monotonic()) / 2), **options)
 
     pods = {"label_selector": selector(run)}
-    # Pods that do not run yet, or no more, are gone at once: the API server sees to that.
+    # The API server removes pods that do not run yet, or no more, at once.
     ask("delete_collection_namespaced_pod", namespace, grace_period_seconds=_GRACE_S, **pods)
     ask("delete_namespaced_config_map", f"clusterenv-{run}", namespace, none_if=404)
     patience = min(deadline - 1.0, time.monotonic() + _GONE_S)
     while ask("list_namespaced_pod", namespace, **pods).items:
-        if time.monotonic() > patience:  # a kubelet is slow to report: their processes have had their time
+        if time.monotonic() > patience:  # the grace period is over, a kubelet is slow to report it
             ask("delete_collection_namespaced_pod", namespace, grace_period_seconds=0, **pods)
             return
         time.sleep(0.3)
 
 
 def collect(facts: Mapping[str, Any], deadline: float) -> str:
-    """Delete the run that a note names, and say so. Raises where that fails."""
+    """Delete the run that a note names, and return a line that says so. Raises where that fails."""
     api = Api(facts["kubeconfig"], facts["context"])
     try:
         if facts["server"] not in ("", api.server):
-            raise StartError(
-                f"the run is on {facts['server']}, but the kubeconfig names {api.server or 'no server'} now"
-            )
+            server = api.server or "no server"
+            raise StartError(f"the run is on {facts['server']}, but the kubeconfig names {server} now")
         delete_run(api, facts["namespace"], facts["run"], deadline)
     finally:
         api.close()
@@ -149,9 +143,9 @@ def delete_abandoned(
     run: str | None,
     deadline: float,
 ) -> tuple[int, int]:
-    """Delete the runs in a namespace whose head was not seen for long; returns how many there were, and failures.
+    """Delete the runs in a namespace whose head was not seen for long; returns their number and that of failures.
 
-    `run`: only this one, whatever its head does.
+    `run`: only this one, whatever the state of its head.
     """
     api, count, failures = Api(None, context), 0, 0
     namespace = namespace or api.namespace
@@ -180,7 +174,7 @@ def delete_abandoned(
 
 
 def _life(annotations: Mapping[str, str], running: int) -> tuple[bool, str]:
-    """Whether a run's head is gone, as far as its object and its running pods tell."""
+    """Return whether a run's head is gone, judged by the run object and its running pods, and why."""
     if running:
         return False, f"{running} of its pods are running, which they do not for long without their head"
     try:
@@ -192,8 +186,8 @@ def _life(annotations: Mapping[str, str], running: int) -> tuple[bool, str]:
     return is_over, f"its head {'has ended' if is_over else 'may be running'} (last seen {age_s:.0f} s ago)"
 
 
-def _told(error: Exception) -> StartError:
-    """What the API server said, in one line."""
+def _start_error(error: Exception) -> StartError:
+    """Return an error with what the API server said, in one line."""
     status, body = getattr(error, "status", None), getattr(error, "body", None)
     with contextlib.suppress(TypeError, ValueError, KeyError):
         text = f"Kubernetes says: {json.loads(body)['message']}"  # type: ignore[arg-type]  # None raises the TypeError suppressed above

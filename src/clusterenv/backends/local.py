@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar
 
@@ -20,8 +19,6 @@ from clusterenv.spec import Blueprint
 from clusterenv.system.cpus import cpu_limit, usable_cores
 from clusterenv.worker.setup import WorkerConfig
 
-__all__ = ["Local", "split"]
-
 _SPIN_S = 600e-6
 
 _OF_NODES = ("nodes", "max_nodes", "heartbeat", "move_after_s", "allow_pickle")
@@ -33,13 +30,13 @@ class Local:
     """Processes of this machine.
 
     Args:
-        workers: how many; None for one per CPU that this process may use, by its affinity and the quotas of its
-            control groups (1.9 CPUs start 1 worker). 0 runs the environments in the calling
-            process, without timeouts, so that a breakpoint in environment code works.
-        threads_per_worker: what numerical libraries in a worker may use (OMP_NUM_THREADS and its kin);
+        workers: number of processes; None: one per CPU that this process may use, by its affinity and the quotas of
+            its control groups (1.9 CPUs start 1 worker). 0 runs the environments in the calling process, without
+            timeouts, so that a breakpoint in environment code works.
+        threads_per_worker: threads that numerical libraries in a worker may use (OMP_NUM_THREADS and the like);
             None leaves the environment variables alone.
-        preload: modules that are imported once, before the workers are forked from that process, so that they
-            share it. `("torch",)` pays for many workers that run a torch policy; one per core hardly notice.
+        preload: modules that are imported once, in the process from which the workers are forked, so that they share
+            that memory. `("torch",)` pays for many workers that run a torch policy, not for one per core.
         network: deprecated; write `Loopback(nodes=...)`.
 
     Example:
@@ -61,7 +58,9 @@ class Local:
         """Return a `Loopback` where an older script asks for `network=True`."""
         options |= zip(("workers", "threads_per_worker", "preload", "network"), args, strict=False)
         if options.pop("network", False):
-            return _loopback(options)
+            from clusterenv.backends.loopback import from_local
+
+            return from_local(options)
         found = [name for name in _OF_NODES if name in options]
         if found:
             raise SpecError(f"Local({found[0]}=...) is about nodes, which are processes of Loopback(nodes=...)")
@@ -76,35 +75,20 @@ class Local:
         n = blueprint.num_envs
         if self.workers == 0:
             inline = InlineExecutor(blueprint, mode, recovery.check)
-            slots = [list(range(n))]
-            return Driver(inline, slots, mode, recovery, blueprint=blueprint, events=events)
+            return Driver(inline, split(n, 1), mode, recovery, blueprint=blueprint, events=events)
         workers = self.workers or min(usable_cores(), n)
         if workers > n:
-            emit(
-                logging.WARNING,
-                f"Local(workers={workers}): {n} environments need {n} workers at most; using {n}",
-            )
+            emit(logging.WARNING, f"Local(workers={workers}): {n} environments need {n} workers at most; using {n}")
             workers = n
         slots_of = split(n, workers)
-        # Waiting awake pays only while every worker has a core of its own.
+        # Spinning pays only while every worker has its own core.
         spin_s = _SPIN_S if workers <= cpu_limit() else 0.0
         config = WorkerConfig(mode, recovery.check, self.threads_per_worker, tuple(self.preload), spin_s=spin_s)
         executor = ProcessExecutor(blueprint, slots_of, config)
         return Driver(executor, slots_of, mode, recovery, blueprint=blueprint, events=events)
 
 
-def _loopback(options: dict[str, Any]) -> Any:
-    from clusterenv.backends.loopback import from_local
-
-    warnings.warn(
-        "Local(network=True, workers=..., nodes=...) is deprecated: write Loopback(nodes=..., workers_per_node=...)",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return from_local(options)
-
-
 def split(num_envs: int, workers: int) -> list[list[int]]:
-    """Consecutive slots per worker, sizes differing by one at most."""
+    """Return consecutive slots for each worker, whose numbers differ by one at most."""
     bounds = [num_envs * w // workers for w in range(workers + 1)]
     return [list(range(bounds[w], bounds[w + 1])) for w in range(workers)]

@@ -1,4 +1,4 @@
-"""`Loopback`: node agents as processes of this machine, over TCP: the path of a cluster without a cluster."""
+"""`Loopback`: node agents as processes of this machine, over TCP: to try the network path without a cluster."""
 
 from __future__ import annotations
 
@@ -6,37 +6,25 @@ import contextlib
 import shlex
 import subprocess
 import time
-from collections.abc import Mapping
+import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from clusterenv.backends.contract import Hopeless
-from clusterenv.backends.launch.logs import read_tail
+from clusterenv.backends.contract import Plan, ended
+from clusterenv.backends.launch.logs import read_tail, start_logged
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError
 from clusterenv.system.cpus import usable_cores
-from clusterenv.system.exits import NEVER, how_it_ended
-
-if TYPE_CHECKING:
-    from gymnasium.vector import AutoresetMode
-
-    from clusterenv.backends.contract import Plan
-    from clusterenv.driver import Driver
-    from clusterenv.events import EventLog
-    from clusterenv.recovery import Recovery
-    from clusterenv.spec import Blueprint
-
-__all__ = ["Loopback", "from_local"]
 
 
 @dataclass(frozen=True)
 class Loopback(Remote):
-    """Nodes as processes of this machine, which are spoken to over TCP as those of a cluster are: to try that path.
+    """Nodes as processes of this machine, connected over TCP as those of a cluster are: to try that path.
 
     Args:
-        nodes: how many.
-        others: as in `Remote`, which see; here more workers than CPUs are allowed.
+        nodes: number of node processes.
+        others: as in `Remote`; here more workers than CPUs are allowed.
 
     Example:
         >>> import clusterenv as ce
@@ -66,22 +54,11 @@ class AgentProcesses:
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, node: int) -> None:
-        with self._log(node).open("ab") as log:
-            self._agents[node] = subprocess.Popen(
-                [*self._plan.command(node), *self._options],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C in the terminal reaches the head alone, which then closes
-            )
+        self._agents[node] = start_logged([*self._plan.command(node), *self._options], self._log(node))
 
     def look(self) -> dict[int, str]:
         codes = {node: agent.poll() for node, agent in self._agents.items()}
-        return {
-            node: (Hopeless if code == NEVER else str)(f"ended: {how_it_ended(code)}")
-            for node, code in codes.items()
-            if code is not None
-        }
+        return {node: ended(code) for node, code in codes.items() if code is not None}
 
     def state(self, node: int) -> str:
         agent = self._agents.get(node)
@@ -112,16 +89,16 @@ class AgentProcesses:
 
 @dataclass(frozen=True)
 class _AsManyAsFit(Loopback):
-    """As many workers as this process may use CPUs and there are environments, shared by the nodes."""
+    """One worker per CPU that this process may use, at most one per environment, spread over the nodes."""
 
-    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Driver:
-        each = max(1, min(usable_cores(), blueprint.num_envs) // self.nodes)
-        return Loopback.start(replace(self, workers_per_node=each), blueprint, mode, recovery, events)
+    def resolved(self, num_envs: int) -> Remote:
+        return replace(self, workers_per_node=max(1, min(usable_cores(), num_envs) // self.nodes))
 
 
-def from_local(options: Mapping[str, Any]) -> Loopback:
-    """Return the backend that `Local(network=True, ...)` with these options stood for."""
-    given = dict(options)
+def from_local(given: dict[str, Any]) -> Loopback:
+    """Return the backend for `Local(network=True, ...)` with these options, and warn that this form is deprecated."""
+    text = "Local(network=True, workers=..., nodes=...) is deprecated: write Loopback(nodes=..., workers_per_node=...)"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
     workers, nodes = given.pop("workers", None), given.pop("nodes", 1)
     if "heartbeat" in given:
         given["heartbeat_s"] = given.pop("heartbeat")

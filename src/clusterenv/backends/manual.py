@@ -1,17 +1,12 @@
-"""`Manual`: prints the command to run on each machine. For schedulers that we do not know, and for two desktops."""
+"""`Manual`: print the command to run on each machine, for other schedulers, or for two desktops."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from clusterenv.backends.contract import Plan
 from clusterenv.backends.remote import Remote
 from clusterenv.events import instruct
-
-if TYPE_CHECKING:
-    from clusterenv.backends.contract import Plan
-
-__all__ = ["Manual"]
 
 
 @dataclass(frozen=True)
@@ -19,8 +14,8 @@ class Manual(Remote):
     """Prints one command per machine, and waits until all have joined.
 
     Args:
-        nodes: how many machines.
-        others: as in `Remote`, which see.
+        nodes: number of machines.
+        others: as in `Remote`.
     """
 
     def launch(self, plan: Plan) -> _ByHand:
@@ -35,7 +30,7 @@ def _line(plan: Plan, node: int) -> str:
 
 
 class _ByHand:
-    """`Jobs` that the user runs, who sees how they end: a node that is missing is asked for again at once."""
+    """`Jobs` that the user runs: a missing node is requested again at once."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._shown = plan, set[int]()

@@ -1,44 +1,30 @@
-"""`Ray`: node agents as actors, placed by Ray on a cluster that is there already, or on one started for the run.
+"""`Ray`: node agents as actors, placed by Ray on an existing cluster, or on one started for the run.
 
-An actor runs the agent as a process of its own, which ends with the actor: the agent's signals and its loop are not
-Ray's. It hands over the key through a pipe, so that an actor that is killed leaves no file. Ray itself is imported when
-a run begins.
+An actor runs the agent as a child process, which keeps its own signal handlers and main loop, and ends with the actor.
+The key goes through a pipe, so that an actor that is killed leaves no file. Ray is imported when a run begins.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from clusterenv.arguments import expect
-from clusterenv.backends.contract import Hopeless
+from clusterenv.backends.contract import Plan, agent_command, ended
+from clusterenv.backends.launch.logs import read_tail
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import StartError
-from clusterenv.system.exits import NEVER, how_it_ended
-
-if TYPE_CHECKING:
-    from gymnasium.vector import AutoresetMode
-
-    from clusterenv.backends.contract import Plan
-    from clusterenv.driver import Driver
-    from clusterenv.events import EventLog
-    from clusterenv.recovery import Recovery
-    from clusterenv.spec import Blueprint
-
-__all__ = ["NodeActor", "Ray"]
 
 _STOP_S = 3.0
-_NAMESPACE = "clusterenv"
-"""Ray's, in which the actors of all runs have their names."""
+_NAMESPACE = "clusterenv"  # the Ray namespace of the actors' names, for all runs
 
 
 @dataclass(frozen=True)
@@ -62,17 +48,18 @@ class Ray(Remote):
         super().__post_init__()
         expect("Ray", "cpus_per_node", self.cpus_per_node, float | None, least=0)
 
-    def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Driver:
-        if self.address == "local" and self.bind is None and not _imported().is_initialized():
-            # The nodes of a cluster that is started for the run are processes of this machine.
-            return replace(self, bind="127.0.0.1").start(blueprint, mode, recovery, events)
-        return super().start(blueprint, mode, recovery, events)
+    def resolved(self, num_envs: int) -> Remote:
+        # The nodes of a cluster that is started for the run are processes of this machine.
+        is_here = self.address == "local" and self.bind is None and not _imported().is_initialized()
+        return replace(self, bind="127.0.0.1") if is_here else self
 
     def launch(self, plan: Plan) -> _Actors:
         ray = _imported()
         is_ours = not ray.is_initialized()
         if is_ours:
-            _probe(self.address)
+            host, _, port = self.address.rpartition(":")
+            if host and port.isdecimal() and "/" not in host:
+                _probe(self.address)
             _init(self.address)
         return _Actors(self, plan, ray, is_ours)
 
@@ -90,29 +77,26 @@ def _imported() -> Any:
 
 
 def _init(address: str) -> None:
-    import ray
-
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        _imported().init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, AssertionError) as error:
         raise StartError(f"Ray({address!r}) cannot be reached: {error}") from None
 
 
 def _probe(address: str) -> None:
-    """Ray itself would try an address where nobody is for minutes."""
+    """Raise StartError where nobody listens at "host:port"; Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
-    if host and port.isdecimal() and "/" not in host:
-        try:
-            socket.create_connection((host, int(port)), timeout=5.0).close()
-        except OSError as error:
-            raise StartError(f"Ray({address!r}) cannot be reached: {error.strerror or error}") from None
+    try:
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+    except OSError as error:
+        raise StartError(f"Ray({address!r}) cannot be reached: {error.strerror or error}") from error
 
 
 class NodeActor:
-    """What runs on a Ray node: a node agent in a process of its own."""
+    """Run a node agent on a Ray node, in its own process."""
 
     def __init__(self, key: bytes, options: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "clusterenv", "node", "--join", "-", "--with-parent", *options]
+        command = agent_command(Path("-"), ["--with-parent", *options])
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # it has no name: nothing is left of it either
         self._agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=self._log, stderr=self._log)
         assert self._agent.stdin is not None
@@ -120,11 +104,9 @@ class NodeActor:
             pipe.write(key)
 
     def poll(self) -> tuple[int | None, str]:
-        """The agent's exit code, if it is over, and its last words."""
-        end = os.fstat(self._log.fileno()).st_size
-        start = max(0, end - 4000)
-        tail = os.pread(self._log.fileno(), end - start, start)  # the agent writes at the end, whatever is read
-        return self._agent.poll(), tail.decode(errors="replace").strip() or "(nothing)"
+        """Return the agent's exit code, if it is over, and the last lines that it wrote."""
+        # By its path, so that it is opened again: the agent goes on writing where it is.
+        return self._agent.poll(), read_tail(Path(f"/proc/self/fd/{self._log.fileno()}"))
 
     def stop(self) -> None:
         self._agent.terminate()
@@ -170,7 +152,7 @@ class _Actors:
             if code is None:
                 self._asked[node] = self._actors[node].poll.remote()
             else:
-                self._over[node] = (Hopeless if code == NEVER else str)(f"ended: {how_it_ended(code)}")
+                self._over[node] = ended(code)
         return dict(self._over)
 
     def start(self, node: int) -> None:
@@ -221,22 +203,19 @@ class _Actors:
 
 
 def _kill_actors(address: str, prefix: str) -> str:
-    """Kill the actors of a run, and say so. Raises where that fails.
+    """Kill the actors of a run, and return a line that says so. Raises where that fails.
 
-    Ray ends them itself with the script that made them; not before, where that goes on without them.
+    Ray itself ends them only with the script that made them.
     """
+    ray = _imported()
+    from ray.util import list_named_actors
+
     try:
-        import ray
-        from ray.util import list_named_actors
-    except ImportError:
-        raise StartError('the run has actors of Ray: pip install "clusterenv[ray]"') from None
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=5.0).close()
-    except ConnectionRefusedError:
-        return f"the Ray cluster at {address} is not running any more"
-    except OSError as error:
-        raise StartError(f"Ray({address!r}) cannot be reached: {error.strerror or error}") from None
+        _probe(address)
+    except StartError as error:
+        if isinstance(error.__cause__, ConnectionRefusedError):
+            return f"the Ray cluster at {address} is not running any more"
+        raise
     is_ours = not ray.is_initialized()
     if is_ours:
         _init(address)

@@ -1,18 +1,15 @@
-"""Finds backends by name: those of this package, and those that others ship by an entry point.
+"""Find backends by name: those of this package, and those of others by their entry points.
 
 A package registers its class in the group `clusterenv.backends`; `clusterenv script NAME`, the notes that `clusterenv
-gc` reads, and hints in errors use that name. A module is imported when its backend is asked for.
+gc` reads, and hints in errors use that name.
 """
 
 from __future__ import annotations
 
 from dataclasses import MISSING, fields, is_dataclass
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from clusterenv.errors import SpecError
-
-__all__ = ["GROUP", "OWN", "find", "names", "required", "written"]
 
 GROUP = "clusterenv.backends"
 
@@ -29,11 +26,15 @@ OWN = {
 
 def names() -> list[str]:
     """Return the names of all backends that are installed."""
+    from importlib.metadata import entry_points  # 10 ms, and only mistakes and the command line ask
+
     return list(dict.fromkeys([*OWN, *sorted(entry_points(group=GROUP).names)]))
 
 
 def find(name: str) -> type[Any]:
     """Return the class of the backend with this name. Raises SpecError where there is none, or several."""
+    from importlib.metadata import EntryPoint, entry_points
+
     if name in OWN:
         found = [EntryPoint(name, OWN[name], GROUP)]
     else:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from clusterenv.recovery import Recovery
     from clusterenv.spec import Blueprint
 
-__all__ = ["Remote"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Remote(ABC):
@@ -79,9 +77,8 @@ class Remote(ABC):
         parse_port(self.port, name)  # first: these name what they expect better than their annotations do
         parse_advertise(self.advertise, name)
         if self.heartbeat is not None:
-            warnings.warn(
-                f"{name}(heartbeat=...) is deprecated: write heartbeat_s=...", DeprecationWarning, stacklevel=3
-            )
+            text = f"{name}(heartbeat=...) is deprecated: write heartbeat_s=..."
+            warnings.warn(text, DeprecationWarning, stacklevel=3)
             object.__setattr__(self, "heartbeat_s", self.heartbeat)
             object.__setattr__(self, "heartbeat", None)
         check_fields(self)
@@ -96,7 +93,11 @@ class Remote(ABC):
     def launch(self, plan: Plan) -> Jobs:
         """Return the jobs of a run, none of which is started yet: see `contract.ClusterBackend`."""
 
+    def resolved(self, num_envs: int) -> Remote:
+        """Return this backend with those options filled in that depend on the machine or on `num_envs`."""
+        return self
+
     def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Driver:
         from clusterenv.backends import cluster
 
-        return cluster.start(self, blueprint, mode, recovery, events)
+        return cluster.start(self.resolved(blueprint.num_envs), blueprint, mode, recovery, events)

@@ -12,19 +12,13 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from clusterenv.backends.contract import Jobs, Plan
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError, StartError
 
-if TYPE_CHECKING:
-    from clusterenv.backends.contract import Plan
-    from clusterenv.backends.slurm_jobs import SlurmJobs, SlurmSteps
-
-__all__ = ["Slurm", "grace_options", "job_script", "log_file", "script_body", "srun_command"]
-
-_SIGNAL_S = 60
-"""What `--signal=TERM` means without a time."""
+_SIGNAL_S = 60  # SLURM's default of `--signal=TERM` without a time
 
 
 @dataclass(frozen=True)
@@ -32,7 +26,7 @@ class Slurm(Remote):
     """Nodes as SLURM jobs.
 
     Args:
-        nodes: how many; a job each. With `mode="srun"`, of the allocation that the script runs in.
+        nodes: number of nodes, a job each. With `mode="srun"`, of the allocation that the script runs in.
         cpus_per_worker: cores that each environment process gets.
         mem: of a node, as `sbatch --mem` has it ("8G").
         partition, account, qos, time_limit, gres, constraint: as the site has them; `time_limit` is `--time`.
@@ -50,7 +44,7 @@ class Slurm(Remote):
         mode: "submit" submits jobs; "srun" starts steps within the allocation that this script runs in.
         on_head_node: with "srun": the node that this script runs on is one of `nodes`.
         folder: for keys, on a filesystem that nodes see. Logs stay in its `logs`.
-        others: as in `Remote`, which see.
+        others: as in `Remote`.
     """
 
     cpus_per_worker: int = 1
@@ -95,7 +89,7 @@ class Slurm(Remote):
                 raise SpecError(f"Slurm: {name}={value!r} has a line break or another control character")
 
     def options(self) -> dict[str, str | int | None]:
-        """What the user asks of SLURM."""
+        """Return the options of `sbatch` that the user has chosen."""
         own: dict[str, str | int | None] = {
             "cpus-per-task": self.workers_per_node * self.cpus_per_worker,
             "mem": self.mem,
@@ -108,7 +102,7 @@ class Slurm(Remote):
         }
         return {**{name: value for name, value in own.items() if value is not None}, **self.extra}
 
-    def launch(self, plan: Plan) -> SlurmJobs | SlurmSteps:
+    def launch(self, plan: Plan) -> Jobs:
         for program in ("sbatch", "squeue", "scancel") if self.mode == "submit" else ("srun", "scontrol"):
             if shutil.which(program) is None:
                 raise StartError(f"Slurm: there is no {program} on PATH: run this where SLURM's commands are")
@@ -129,7 +123,7 @@ class Slurm(Remote):
 
 
 def log_file(plan: Plan, node: int) -> Path:
-    """Where the log of a node lies; it is not removed with the run."""
+    """Return the path of a node's log, which is not removed with the run."""
     return plan.folder.parent / "logs" / plan.run / f"node-{node}.log"
 
 
@@ -147,7 +141,7 @@ def _words(wrap: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def job_script(slurm: Slurm, name: str, command: Sequence[str], log: Path, folder: Path) -> str:
-    """The batch script of one node: every value quoted, nothing secret in it."""
+    """Return the batch script of one node, with every value quoted and without secrets."""
     options: dict[str, str | int | None] = {
         "job-name": name,
         "nodes": 1,
@@ -173,15 +167,14 @@ def grace_options(slurm: Slurm) -> list[str]:
 
 
 def script_body(slurm: Slurm, command: Sequence[str]) -> list[str]:
-    """The lines that start an agent with this command."""
+    """Return the shell lines that start an agent with this command."""
     exports = [f"export {name}={shlex.quote(str(value))}" for name, value in slurm.env_vars.items()]
-    # `exec`: signals of the scheduler reach the agent itself, or what it is wrapped in, and not a shell that would
-    # drop them: the agent finishes its step and says goodbye.
+    # `exec`: the scheduler's signals reach the agent or its wrapper, and not a shell that would drop them.
     return [*exports, *slurm.setup, f"exec {shlex.join([*slurm.wrap, *command])}", ""]
 
 
 def srun_command(slurm: Slurm, host: str, script: Path) -> list[str]:
-    """A step on one node of the allocation."""
+    """Return the command that starts a step on one node of the allocation."""
     cores = slurm.workers_per_node * slurm.cpus_per_worker
     own = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", f"--cpus-per-task={cores}", "--overlap", "--exact"]
     extra = [f"--{name}" if value is None else f"--{name}={value}" for name, value in slurm.extra.items()]

@@ -14,19 +14,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from clusterenv.backends.contract import Hopeless
-from clusterenv.backends.launch.logs import read_tail
+from clusterenv.backends.contract import Hopeless, Plan
+from clusterenv.backends.launch.logs import read_tail, start_logged
 from clusterenv.backends.launch.programs import NoAnswer, ask
-from clusterenv.backends.slurm import grace_options, job_script, log_file, script_body, srun_command
+from clusterenv.backends.slurm import Slurm, grace_options, job_script, log_file, script_body, srun_command
 from clusterenv.errors import StartError
-
-if TYPE_CHECKING:
-    from clusterenv.backends.contract import Plan
-    from clusterenv.backends.slurm import Slurm
-
-__all__ = ["SlurmJobs", "SlurmSteps", "cancel_named", "hosts_of_allocation"]
 
 _OVER = {
     "BOOT_FAIL",
@@ -48,21 +42,18 @@ _HOPELESS = {
     "PartitionNodeLimit",
     "PartitionTimeLimit",
 }
-"""A job that waits for such a reason would wait for ever."""
+"""Reasons for which a job would wait for ever."""
 
-_ASK_S = 2.0
-"""How often SLURM is asked: its controller serves everybody."""
+_ASK_S = 2.0  # how often SLURM is queried: its controller is shared by all users
 
 _COMMAND_S = 30.0
-_LAST_COMMAND_S = 3.0
-"""What `sbatch` or `scancel` still gets where it is under way when the run is closed."""
+_LAST_COMMAND_S = 3.0  # how long an `sbatch` or `scancel` may still take when the run is closed
 
-_STEP_S = 2.0
-"""What an `srun` gets to end its step, before it is killed."""
+_STEP_S = 2.0  # how long an `srun` may take to end its step before it is killed
 
 
 class SlurmJobs:
-    """`Jobs` in a queue."""
+    """`Jobs` in SLURM's queue."""
 
     def __init__(self, slurm: Slurm, plan: Plan) -> None:
         self._slurm, self._plan = slurm, plan
@@ -70,7 +61,7 @@ class SlurmJobs:
         self._logs = _make_logs(plan)
         self._job = [""] * len(plan.files)  # the last one of each node
         self._all: list[str] = []
-        self._is_sure = True  # that `_all` are all; not after an `sbatch` without an answer
+        self._is_complete = True  # whether `_all` has every job; not after an `sbatch` that was killed
         self._states: dict[str, tuple[str, str]] = {}  # job → state, reason
         self._seen: set[str] = set()
         self._ask_at = 0.0
@@ -87,7 +78,7 @@ class SlurmJobs:
             except StartError as error:
                 self._failure = error
             self._ask_at = time.monotonic() + _ASK_S
-        if self._failure is not None:  # also until it is asked again: what it said before is no answer
+        if self._failure is not None:  # until the next query: older states are not valid any more
             raise self._failure
         over = {}
         for node, job in enumerate(self._job):
@@ -109,13 +100,13 @@ class SlurmJobs:
         self._seen |= self._states.keys()
 
     def start(self, node: int) -> None:
-        self._cancel(node)  # it may wait for what will never be
+        self._cancel(node)  # the last one may wait for ever
         command = self._plan.command(node, self._slurm.python, grace_options(self._slurm))
         script = job_script(self._slurm, self._name, command, log_file(self._plan, node), Path.cwd())
         try:
             answer = _run(["sbatch", "--parsable"], script, closing=self._plan.closing, patience_s=_LAST_COMMAND_S)
         except NoAnswer:
-            self._is_sure = False
+            self._is_complete = False
             raise
         job = answer.strip().split(";")[0]
         if not job.isdecimal():
@@ -145,7 +136,7 @@ class SlurmJobs:
 
     def stop(self, deadline: float) -> None:
         cancel_named(self._name, deadline)
-        if not self._is_sure:
+        if not self._is_complete:
             raise StartError("an sbatch did not answer: its job may still be submitted")
 
 
@@ -168,14 +159,8 @@ class SlurmSteps:
         script = self._plan.folder / f"node-{node}.sh"
         command = self._plan.command(node, self._slurm.python, grace_options(self._slurm))
         script.write_text("\n".join(["#!/bin/bash", *script_body(self._slurm, command)]))
-        with log_file(self._plan, node).open("ab") as log:
-            self._steps[node] = subprocess.Popen(
-                srun_command(self._slurm, self._hosts[node], script),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C in the terminal reaches the head alone, which then closes
-            )
+        step = srun_command(self._slurm, self._hosts[node], script)
+        self._steps[node] = start_logged(step, log_file(self._plan, node))
 
     def state(self, node: int) -> str:
         return f"on {self._hosts[node]}"
@@ -187,11 +172,11 @@ class SlurmSteps:
         return f"{len(self._steps)} steps on {_listed([self._hosts[i] for i in self._steps])}; logs in {self._logs}"
 
     def stop(self, deadline: float) -> None:
-        """Nodes were told to leave. Steps that do not end are asked to, all at once, then killed."""
+        """End the steps whose nodes do not leave by themselves: SIGTERM to all at once, then SIGKILL."""
         self._await_steps(deadline - 2 * _STEP_S)
         for step in self._steps.values():
             if step.poll() is None:
-                step.terminate()  # srun hands it on to its step
+                step.terminate()  # srun passes the signal on to its step
         self._await_steps(deadline - _STEP_S)
         stuck = [node for node, step in self._steps.items() if step.poll() is None]
         for node in stuck:
@@ -208,7 +193,7 @@ class SlurmSteps:
 
 
 def cancel_named(name: str, deadline: float, env: Mapping[str, str] | None = None) -> None:
-    """Cancel the jobs of this name, whatever state they are in; also those whose `sbatch` never answered."""
+    """Cancel all jobs of this name, in any state, also those whose `sbatch` never answered."""
     command = ["scancel", "--quiet", f"--name={name}"]
     _run(command, env=env, timeout_s=max(0.1, deadline - time.monotonic()))
 
@@ -224,7 +209,7 @@ def _make_logs(plan: Plan) -> Path:
 
 
 def hosts_of_allocation(slurm: Slurm) -> list[str]:
-    """The nodes that the script's own job has, less the one that the script is on unless that counts too."""
+    """Return the hosts of the script's own job, without the script's host unless `on_head_node`."""
     listed = os.environ.get("SLURM_JOB_NODELIST")
     if not listed:
         raise StartError('Slurm(mode="srun") runs within an allocation (salloc, sbatch): SLURM_JOB_NODELIST is not set')
@@ -248,7 +233,7 @@ def _run(
     closing: threading.Event | None = None,
     patience_s: float = 0.0,
 ) -> str:
-    # A head within a job must not hand that job's own settings on to those that it submits.
+    # A head within a job must not pass that job's own settings on to the jobs that it submits.
     own = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not k.startswith(("SLURM_", "SBATCH_"))}
     own.setdefault("PYTHONUNBUFFERED", "1")
     return ask(command, stdin, env={**own, **(env or {})}, timeout_s=timeout_s, closing=closing, patience_s=patience_s)

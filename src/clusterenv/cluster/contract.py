@@ -1,10 +1,8 @@
-"""What the head is given by a backend: its times, and who has nodes started."""
+"""What a backend passes to the head: its times, and a supervisor that starts nodes."""
 
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
-
-__all__ = ["Supervisor", "Timing"]
 
 
 class Timing(NamedTuple):
@@ -15,10 +13,9 @@ class Timing(NamedTuple):
 
 
 class Supervisor(Protocol):
-    """Who has nodes started and let go. Nothing here may wait."""
+    """Starts nodes and lets them go. No method may block."""
 
-    over: dict[int, str]
-    """Nodes whose agent is known to be over, and why."""
+    over: dict[int, str]  # nodes whose agent has ended, and why
 
     def want(self, node: int) -> None: ...
 

@@ -1,4 +1,4 @@
-"""How a run ends: in order, or by an exception. Nodes are told, and show it by their exit codes."""
+"""How a run ends: normally, or by an exception. Nodes are told, and exit with a code to match."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ import traceback
 
 from clusterenv.system.teardown import current_exception
 
-__all__ = ["Ending"]
-
 _LIMIT = 500  # characters of an exception that are sent
 
 
 class Ending:
-    """Made when a run begins, asked in the thread that closes it, or in that of its teardown."""
+    """Made when a run begins; `error` is called in the thread that closes it, or in that of its teardown."""
 
     def __init__(self) -> None:
-        # The number only: a reference would keep the frames of that exception alive.
+        # Only its id: a reference would keep the frames of that exception alive.
         self._handled = id(sys.exc_info()[1])
 
     def error(self) -> str:
-        """Return the exception that ends the run, as text; empty where the run is closed in order.
+        """Return the exception that ends the run, as text; empty if the run is closed normally.
 
-        That is the exception under way where the run was closed (`with`, `finally`), unless it was already being
-        handled when the run began; or, while the interpreter ends, the one that has ended the script.
+        It is the exception that is propagating where the run is closed (`with`, `finally`), unless it was already being
+        handled when the run began; or, at interpreter exit, the one that has ended the script.
         """
         error = current_exception()
         if id(error) == self._handled:

@@ -1,14 +1,12 @@
-"""How much may be said unasked: beats, output, pulls. Pure: the clock comes in.
+"""Limit the rate of messages that answer no request: beats, output, pulls. Pure: the clock is passed in.
 
-The head ends a node that says more; a node keeps its workers' output well below.
+The head drops a node that sends more; a node limits its workers' output to less.
 """
 
 from __future__ import annotations
 
-__all__ = ["MESSAGE_BYTES", "Flow"]
-
 MESSAGE_BYTES = 1024
-"""What any message costs beside its bytes: reading it takes time, however small it is."""
+"""Added to the size of each message, for the time that reading it takes."""
 
 
 class Flow:
@@ -27,8 +25,8 @@ class Flow:
     def spend(self, size: int, now: float, read_all_at: float = 0.0) -> bool:
         """Return whether a message of this size is within the rate.
 
-        What has come since `read_all_at`, when nothing was left to be read, may have waited: a reader that was held up
-        for long finds much at once.
+        What came since `read_all_at`, when nothing was left to be read, may have waited: a reader that was held up for
+        long finds much at once.
         """
         if self._at < read_all_at <= now:
             self._left = min(self._left + self._rate * (read_all_at - self._at), self._burst)

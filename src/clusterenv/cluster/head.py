@@ -71,38 +71,35 @@ class Head:
     """
     Args:
         host, ports: where to listen: on the first of these ports that is free (0: on any).
-        node_keys: public keys of the nodes, in the order of their numbers.
-        cores: that a node must have.
-        invited: so many of the nodes take part at first.
+        admission: which nodes may join.
+        invited: so many of them take part at first.
     """
 
     def __init__(
         self,
         keys: KeyPair,
-        node_keys: list[str],
         host: str,
         ports: Sequence[int],
+        admission: Admission,
         timing: Timing,
         events: EventLog,
         supervisor: Supervisor,
-        cores: int = 1,
-        sends_pickle: bool = True,
         invited: int | None = None,
     ) -> None:
         self._socket = HeadSocket(host, ports, keys, frame_limit=FRAME_LIMIT, dead_after_s=timing.dead_after_s)
         self.address = self._socket.address
-        self._node_of = {key: number for number, key in enumerate(node_keys)}
-        for key in node_keys:
+        for key in admission.node_of:
             self._socket.allow(key)
+        nodes = len(admission.node_of)
         self.timing = timing
         self._ending = Ending()
-        self._admission = Admission(cores, sends_pickle)
+        self._admission = admission
         self._events = events
         self._supervisor = supervisor
-        self.roster = Roster(len(node_keys), timing.dead_after_s, timing.move_after_s, invited)
+        self.roster = Roster(nodes, timing.dead_after_s, timing.move_after_s, invited)
         self._peers: dict[bytes, Peer] = {}  # by route
         self._active: dict[int, Peer] = {}  # by node
-        self.inbox = Inbox(len(node_keys))
+        self.inbox = Inbox(nodes)
         self.shard_events: deque[ShardAssigned | ShardUnassigned] = deque()
         self.output: dict[int, OutputQueue] = {}  # by shard
         self.progress = WorkerProgress()
@@ -113,7 +110,7 @@ class Head:
         self.refusals: dict[int, str] = {}
         self.needed_nodes = 1
         """The run ends by an error where fewer than these can run its environments."""
-        self._traffic = Traffic(len(node_keys))
+        self._traffic = Traffic(nodes)
         self.dropped = 0
         """Messages of sessions that are over, or that the protocol does not know."""
         self._read_all_at = 0.0  # nothing was left to be read
@@ -220,7 +217,7 @@ class Head:
             self._do(self.roster.tick(began, self._listening_since))
 
     def _hear(self, arrived: Arrived, now: float) -> None:
-        node = self._node_of.get(arrived.key)
+        node = self._admission.node_of.get(arrived.key)
         if node is None:
             return
         peer = self._peers.get(arrived.route)

@@ -1,6 +1,6 @@
-"""What nodes said and the caller has not read yet: never more than they were asked for, and a little. Pure.
+"""Messages of nodes that the caller has not read yet, limited to the size of the open requests' answers. Pure.
 
-Filled by whichever thread listens, read by the caller's; the executor says how much its open requests may bring.
+Filled by whichever thread listens, read by the caller's; the executor sets how large the answers may be.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from clusterenv.errors import ProtocolError
 from clusterenv.wire.frames import CONTROL_LIMIT
 from clusterenv.wire.messages import SteppedAll
 
-__all__ = ["Inbox", "size_of"]
-
 
 class Inbox:
     def __init__(self, shards: int) -> None:
         self._messages: deque[tuple[int, Any, list[Any]]] = deque()
-        self.open_bytes = [0] * shards
-        """Per shard: how many bytes the answers to its open requests may have."""
+        self.open_bytes = [0] * shards  # per shard: how many bytes the answers to its open requests may have
         self._late_bytes: dict[int, int] = {}
         # Two counters per shard instead of one: each is written by one thread only.
         self._put_bytes = [0] * shards
@@ -31,11 +28,11 @@ class Inbox:
         return len(self._messages)
 
     def limit(self, node: int, shards: Iterable[int]) -> int:
-        """Return how large a message of a node with these shards may be: as all its answers together."""
+        """Return how large a message of a node with these shards may be: as large as all its answers together."""
         return CONTROL_LIMIT + self._late_bytes.get(node, 0) + sum(self.open_bytes[shard] for shard in shards)
 
     def put(self, message: Any, frames: list[Any]) -> None:
-        """Keep a message for the caller; ProtocolError where it is more than was asked for."""
+        """Keep a message for the caller. Raises ProtocolError where it is more than was requested."""
         shard, size = message.shard, size_of(message, frames)
         waiting = self._put_bytes[shard] - self._read_bytes[shard] + size
         if waiting > CONTROL_LIMIT:
@@ -54,11 +51,11 @@ class Inbox:
         return shard, message, frames
 
     def left(self, node: int, shard: int) -> None:
-        """This node has to leave a shard: answers may be under way, and are still received."""
+        """Allow for answers that are under way from a shard that this node has to leave."""
         self._late_bytes[node] = max(self._late_bytes.get(node, 0), self.open_bytes[shard])
 
     def joined(self, node: int) -> None:
-        """A new session of this node begins: nothing of an old one is under way."""
+        """Begin a new session of this node: no answer of an old one is under way."""
         self._late_bytes.pop(node, None)
 
 

@@ -1,7 +1,7 @@
 """The thread that reads the head's socket while the caller's thread does something else.
 
-One of the two reads at a time. The caller's thread has precedence: it takes the lock by `with listener`, which wakes
-the other one. What fails in the listening thread is raised by the caller's next `with`.
+The two take turns by a lock. The caller's thread has precedence: `with listener` wakes the other one and takes the
+lock. An error in the listening thread is raised by the caller's next `with`.
 """
 
 from __future__ import annotations
@@ -15,32 +15,27 @@ from collections.abc import Callable
 from clusterenv.errors import ClusterEnvError
 from clusterenv.system.teardown import OwnThread
 
-__all__ = ["Listener"]
+_AWAY_S = 0.02  # after the caller's thread was away for so long, the other one listens
 
-_AWAY_S = 0.02
-"""The caller's thread has not come for so long: the other one listens."""
-
-_TURN_S = 0.25
-_JOIN_S = 2.0
-"""How long `stop` waits for the thread, which may be in a log handler that hangs."""
+_LISTEN_S = 0.25
+_JOIN_S = 2.0  # how long `stop` waits for the thread, which may be in a log handler that hangs
 
 
 class Listener:
     """
     Args:
-        read: wait for so many seconds until something has come, and handle it; called with the lock held.
+        read: waits at most so many seconds for messages, and handles them; called with the lock held.
     """
 
     def __init__(self, read: Callable[[float], None]) -> None:
         self._read = read
-        # Reentrant: Ctrl-C may strike between taking it and the body of the `with`, and the next call must get in.
+        # Reentrant: after a Ctrl-C between taking it and the body of the `with`, the next call must not block.
         self._lock = threading.RLock()
         self._is_awaited = False  # by the caller's thread
         self._used_at = time.monotonic()
         self._quit = threading.Event()
         self._failure: BaseException | None = None
-        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Readable when `read` is to return."""
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable when `read` is to return
         self._thread = OwnThread(self._listen, "clusterenv-head")
 
     def start(self) -> None:
@@ -75,9 +70,9 @@ class Listener:
             while not self._quit.is_set():
                 if self._is_awaited or time.monotonic() - self._used_at < _AWAY_S:
                     self._quit.wait(_AWAY_S)
-                elif self._lock.acquire(timeout=_TURN_S):
+                elif self._lock.acquire(timeout=_LISTEN_S):
                     try:
-                        self._read(_TURN_S)
+                        self._read(_LISTEN_S)
                     finally:
                         self._lock.release()
         except BaseException as error:
@@ -85,7 +80,7 @@ class Listener:
                 self._failure = error
 
     def stop(self) -> None:
-        """End the thread; from then on the socket is the caller's alone. Idempotent, and callable in any thread."""
+        """End the thread; from then on only the caller uses the socket. Idempotent, callable in any thread."""
         self._quit.set()
         if self.wake >= 0:
             os.eventfd_write(self.wake, 1)
@@ -96,7 +91,7 @@ class Listener:
             self._lock.release()
 
     def close(self) -> None:
-        """Give back the descriptor, after `stop`."""
+        """Close the descriptor, after `stop`."""
         wake, self.wake = self.wake, -1
         if wake >= 0:
             os.close(wake)

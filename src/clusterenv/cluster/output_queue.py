@@ -1,6 +1,6 @@
-"""What the workers of nodes printed, kept until the caller comes to show it: bounded, and what is dropped is counted.
+"""Output of nodes' workers that waits to be shown: bounded, and what is dropped is counted.
 
-The head's listening thread puts messages in while the learner computes, maybe for hours; `RemoteExecutor` shows them.
+Filled by the head's listening thread while the learner computes, maybe for hours; `RemoteExecutor` shows it.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections import deque
 
 from clusterenv.wire.messages import Output
-
-__all__ = ["OutputQueue"]
 
 _BYTES = 4 << 20
 _MESSAGES = 10_000
@@ -23,12 +21,12 @@ class OutputQueue:
         self._bytes = 0
 
     def put(self, message: Output) -> None:
-        """Keep these lines, or only their number where too much waits already."""
+        """Keep these lines, or only their number if too many wait already."""
         if self._bytes + len(message.text) <= _BYTES and len(self.messages) < _MESSAGES:
             self.messages.append(message)
             self._bytes += len(message.text)
             return
-        dropped = max(0, message.dropped) + message.text.count("\n") + 1
+        dropped = max(0, message.dropped) + message.num_lines
         last = self.messages[-1]
         if (last.worker == message.worker and not last.text) or len(self.messages) >= 2 * _MESSAGES:
             last.dropped += dropped

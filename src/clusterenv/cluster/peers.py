@@ -1,21 +1,21 @@
-"""The connections of nodes: what a node must have to be let in, and how much went back and forth."""
+"""The connections of nodes: what a node must have to join, and how much was sent and received."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from clusterenv.cluster.checks import mismatch
+import gymnasium
+
+from clusterenv._version import __version__
 from clusterenv.cluster.flow import Flow
-from clusterenv.code.versions import FOR_PICKLES
+from clusterenv.code import versions
 from clusterenv.transport.sockets import Link
 from clusterenv.wire.frames import Reader, head_reader
-from clusterenv.wire.messages import FromNode, Hello
+from clusterenv.wire.messages import PROTOCOL, FromNode, Hello
 
-__all__ = ["Admission", "Peer", "Traffic", "short"]
-
-_LONGEST_REASON = 2000
-"""Characters of what a node says that are shown."""
+_LONGEST_REASON = 2000  # the most characters of a node's text that are shown
 
 
 class Peer:
@@ -27,57 +27,81 @@ class Peer:
         self.reader: Reader[FromNode] = head_reader()
         self.node = -1
         self.was_told = False  # that its session is over
-        self.flow = Flow()  # of what it says unasked
+        self.flow = Flow()  # of messages that answer no request
 
 
 class Admission:
-    """What a node must have: so many cores, and packages in versions that fit those here."""
+    """What a node must have to join: a key of the run, so many cores, and packages in versions that match those here.
 
-    def __init__(self, cores: int, sends_pickle: bool) -> None:
+    Args:
+        node_keys: public keys of the nodes, in the order of their numbers.
+    """
+
+    def __init__(self, node_keys: Sequence[str], cores: int, sends_pickle: bool) -> None:
+        self.node_of = {key: number for number, key in enumerate(node_keys)}
         self._cores = cores
         self._sends_pickle = sends_pickle
-        self._packages = set(FOR_PICKLES if sends_pickle else ())
-        self._hellos: dict[int, Hello] = {}  # of the nodes that were let in
+        self._packages = set(versions.FOR_PICKLES if sends_pickle else ())
+        self._hellos: dict[int, Hello] = {}  # of the nodes that have joined
 
     def check(self, hello: Hello) -> str | None:
         """Return why this node is refused."""
-        return mismatch(hello, self._cores, self._sends_pickle, self._packages)
+        return _mismatch(hello, self._cores, self._sends_pickle, self._packages)
 
     def admitted(self, node: int, hello: Hello) -> None:
         self._hellos[node] = hello
 
     def need(self, names: Sequence[str], nodes: Sequence[int]) -> str | None:
-        """From now on nodes need these packages too; returns which of these nodes does not fit, and why."""
+        """Require these packages from now on; returns which of these nodes does not have them, and why."""
         self._packages.update(names)
         for node in nodes:
-            wrong = mismatch(self._hellos[node], self._cores, self._sends_pickle, names)
+            wrong = _mismatch(self._hellos[node], self._cores, self._sends_pickle, names)
             if wrong is not None:
                 return f"node {node} ({self._hellos[node].host}): {wrong}"
         return None
+
+
+def _mismatch(hello: Hello, cores: int, sends_pickle: bool, packages: Iterable[str]) -> str | None:
+    """Return why a node does not fit a run that needs so many cores of it, and these packages in matching versions."""
+    pairs = [
+        ("protocol", str(hello.protocol), str(PROTOCOL)),
+        ("clusterenv", hello.clusterenv, __version__),
+        ("Python", hello.python, ".".join(map(str, sys.version_info[:2]))),
+        ("Gymnasium", hello.gymnasium, gymnasium.__version__),
+    ]
+    wrong = [f"{name} {theirs} there, {ours} here" for name, theirs, ours in pairs if theirs != ours]
+    if hello.protocol == PROTOCOL:
+        wrong += versions.differences(hello.versions, versions.installed(), packages, sends_pickle)
+    if wrong:
+        return f"versions differ: {'; '.join(wrong)}. Install the same on both sides"
+    if sends_pickle and not hello.allow_pickle:
+        return f"{hello.host} takes no pickled code: say allow_pickle=False here, or start it without --no-pickle"
+    if hello.cores < cores:
+        return (
+            f"{hello.host} may use {hello.cores} CPUs (by affinity and control group quotas) for {cores} workers: "
+            "ask for fewer workers_per_node or more CPUs, or say oversubscribe=True"
+        )
+    return None
 
 
 class Traffic:
     """Bytes and frames by node. Encryption adds 42 bytes to each frame at most; Ethernet, IP and TCP 66 to a packet."""
 
     def __init__(self, nodes: int) -> None:
-        self._sent_bytes, self._received_bytes = [0] * nodes, [0] * nodes
-        self._sent_frames, self._received_frames = [0] * nodes, [0] * nodes
+        self.sent_bytes, self.received_bytes = [0] * nodes, [0] * nodes
+        self.sent_frames, self.received_frames = [0] * nodes, [0] * nodes
 
     def sent(self, node: int, frames: Sequence[Any]) -> None:
-        self._sent_bytes[node] += sum(map(len, frames))
-        self._sent_frames[node] += len(frames)
+        self.sent_bytes[node] += sum(map(len, frames))
+        self.sent_frames[node] += len(frames)
 
     def received(self, node: int, frames: Sequence[Any]) -> None:
-        self._received_bytes[node] += sum(map(len, frames))
-        self._received_frames[node] += len(frames)
+        self.received_bytes[node] += sum(map(len, frames))
+        self.received_frames[node] += len(frames)
 
     def stats(self) -> dict[str, list[int]]:
-        return {
-            "sent_bytes": list(self._sent_bytes),
-            "received_bytes": list(self._received_bytes),
-            "sent_frames": list(self._sent_frames),
-            "received_frames": list(self._received_frames),
-        }
+        """Return a copy of all counters, by name."""
+        return {name: list(counts) for name, counts in vars(self).items()}
 
 
 def short(text: str) -> str:

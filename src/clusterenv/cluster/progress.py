@@ -1,4 +1,4 @@
-"""What the workers of nodes are doing, as the nodes' beats say it. Pure."""
+"""What the workers of nodes are doing, from the nodes' beats. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 
 from clusterenv.errors import ProtocolError
 from clusterenv.wire.messages import Beat
-
-__all__ = ["WorkerProgress"]
 
 
 class WorkerProgress:
@@ -17,24 +15,24 @@ class WorkerProgress:
         self._known: dict[int, tuple[int, int, int, int]] = {}  # worker → pid, slot, phase, step
 
     def expect(self, shard_of: Sequence[int], num_phases: int) -> None:
-        """These workers belong to these shards; nodes name phases below this number."""
+        """Set which shard each worker belongs to, and how many phases there are."""
         self._shard_of, self._num_phases = dict(enumerate(shard_of)), num_phases
 
     def heard(self, node: int, beat: Beat, holder: Callable[[int], int | None]) -> None:
-        """Keep what a node says of the workers that it has; ProtocolError where that cannot be."""
+        """Keep the progress of a node's own workers. Raises ProtocolError where it cannot be true."""
         if len(beat.progress) > len(self._shard_of):
             raise ProtocolError(f"the progress of {len(beat.progress)} workers, where there are {len(self._shard_of)}")
         for worker, pid, slot, phase, step in beat.progress:
             if not 0 <= phase < self._num_phases:
                 raise ProtocolError(f"a worker in phase {phase}")
             shard = self._shard_of.get(worker)
-            if shard is not None and holder(shard) == node:  # else of a shard that it has just left
+            if shard is not None and holder(shard) == node:  # it may have left the shard just now
                 self._known[worker] = (pid, slot, phase, step)
 
     def of(self, worker: int) -> tuple[int, int, int, int] | None:
-        """Return (pid, slot, phase, step of a fragment) of a worker; None: not known."""
+        """Return (pid, slot, phase, step of a fragment) of a worker, if they are known."""
         return self._known.get(worker)
 
     def forget(self, worker: int) -> None:
-        """Its process is gone."""
+        """Forget a worker whose process has ended."""
         self._known.pop(worker, None)

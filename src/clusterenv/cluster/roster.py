@@ -1,8 +1,8 @@
-"""Who is here, and which shards they have. Pure: events and a clock go in, instructions come out.
+"""Which nodes have joined, and which shards they have. Pure: events and a clock go in, instructions come out.
 
 A node is known by its number, which its key proves. Shard i belongs to node i; while that node is away, another may
-have it. A shard that is to change hands between nodes that are both here is *leaving*: whoever knows what is under way
-there says when (`release`). A session is one connection of one node: messages of an older one are ignored.
+have it. A shard that is to move between two nodes that have joined is *leaving* until `release` says that nothing is
+under way there. A session is one connection of one node: messages of an older one are ignored.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ import enum
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-__all__ = ["Admit", "Dismiss", "NodeState", "Refuse", "Replace", "Roster", "ShardAssigned", "ShardUnassigned"]
-
 
 class NodeState(enum.Enum):
-    AWAITED = "awaited"  # asked for as the run starts, never seen
+    AWAITED = "awaited"  # requested as the run starts, has never joined
     ACTIVE = "active"
-    LOST = "lost"  # was here, or is wanted in the middle of a run; it, or its replacement, is awaited
-    UNFIT = "unfit"  # was here, and cannot run the environments; it is not used, and nobody is awaited in its place
+    LOST = "lost"  # was active, or was requested during the run; it or its replacement is awaited
+    UNFIT = "unfit"  # was active, but cannot run the environments; it is not used, and not replaced
 
 
 class Admit(NamedTuple):
-    """Tell this node that it is in."""
+    """Tell this node that it has joined."""
 
     node: int
     session: int
@@ -35,51 +33,48 @@ class Refuse(NamedTuple):
 
 
 class ShardAssigned(NamedTuple):
-    """This node has this shard from now on: host it there."""
+    """This node hosts this shard from now on."""
 
     shard: int
     node: int
 
 
 class ShardUnassigned(NamedTuple):
-    """Nobody has this shard any more: its workers are gone."""
+    """No node has this shard any more: its workers are gone."""
 
     shard: int
     node: int
     reason: str
-    is_there: bool
-    """The node is still there, and must be told."""
-    is_moved: bool = False
-    """On purpose, and nobody's fault."""
+    is_there: bool  # the node is still active, and must be told
+    is_moved: bool = False  # moved on purpose, not lost
 
 
 class Replace(NamedTuple):
-    """Ask the backend for this node again."""
+    """Request this node from the backend again."""
 
     node: int
     reason: str
     event: Literal["node_lost", "node_asked_again", "node_invited"] = "node_lost"
-    """It was here; it, or its replacement, ended before it came; the run is to be larger."""
+    """It was active; it or its replacement ended before it joined; the run is to be larger."""
 
 
 class Dismiss(NamedTuple):
-    """Tell this node that it is not needed any more, and the backend."""
+    """Tell this node and the backend that it is not needed any more."""
 
     node: int
-    is_unfit: bool = False
-    """It cannot run the environments; otherwise, the run needs fewer nodes."""
+    is_unfit: bool = False  # it cannot run the environments; otherwise, the run needs fewer nodes
 
 
 Instruction = Admit | Refuse | ShardAssigned | ShardUnassigned | Replace | Dismiss
 
 _ASK_AGAIN_S = 5.0
 _ASK_MOST_S = 60.0
-"""How soon a node that ended before it came is asked for again: twice as long each time, up to the second."""
+"""How soon a node that ended before it joined is requested again: twice as long each time, up to the second."""
 
 _AFTER = {
     (NodeState.AWAITED, "hello"): NodeState.ACTIVE,
     (NodeState.LOST, "hello"): NodeState.ACTIVE,
-    (NodeState.ACTIVE, "hello"): NodeState.ACTIVE,  # it came back before its end was noticed
+    (NodeState.ACTIVE, "hello"): NodeState.ACTIVE,  # it joined again before its loss was noticed
     (NodeState.ACTIVE, "gone"): NodeState.LOST,
     (NodeState.ACTIVE, "unfit"): NodeState.UNFIT,
 }
@@ -93,7 +88,7 @@ class _Node:
     heard_at: float = 0.0
     shards: set[int] = field(default_factory=set)
     history: list[str] = field(default_factory=list)
-    asked: int = 0  # how often it was asked for again since it was last here
+    asked: int = 0  # how often it was requested again since it was last active
     asked_at: float | None = None
 
 
@@ -101,8 +96,8 @@ class Roster:
     """`nodes` nodes with a shard each, of which the first `invited` take part; `scale` changes that.
 
     Args:
-        dead_after_s: a node that says nothing for so long is gone.
-        move_after_s: a shard that is empty for so long goes to another node, if there is one; None: never.
+        dead_after_s: a node that is silent for so long is lost.
+        move_after_s: a shard without a node for so long goes to another one, if there is any; None: never.
     """
 
     def __init__(
@@ -115,9 +110,9 @@ class Roster:
         self._sessions = 0
         self._holder: dict[int, int] = {}  # shard → node
         self._empty_since: dict[int, float] = dict.fromkeys(range(nodes), 0.0)  # shard → when
-        self._was_seated: set[int] = set()
+        self._was_placed: set[int] = set()
 
-    # -- looking ----------------------------------------------------------------------------------------------
+    # -- queries ----------------------------------------------------------------------------------------------
 
     def state(self, node: int) -> NodeState:
         return self._nodes[node].state
@@ -126,11 +121,11 @@ class Roster:
         return self._nodes[node].session
 
     def holder(self, shard: int) -> int | None:
-        """Who has this shard."""
+        """Return the node that has this shard."""
         return self._holder.get(shard)
 
     def shards(self, node: int) -> frozenset[int]:
-        """The shards that this node has."""
+        """Return the shards of this node."""
         return frozenset(self._nodes[node].shards)
 
     def history(self, node: int) -> list[str]:
@@ -138,7 +133,7 @@ class Roster:
 
     @property
     def leaving(self) -> frozenset[int]:
-        """Shards that are to change hands as soon as it costs no work: their own node is here, or is not to be."""
+        """Shards that are to move once nothing is under way: to their own node, or from one that is to leave."""
         here = self._here()
         away = {shard for shard, holder in self._holder.items() if holder not in self._invited}
         home = {shard for shard, holder in self._holder.items() if holder != shard and shard in here}
@@ -150,7 +145,7 @@ class Roster:
 
     @property
     def num_usable(self) -> int:
-        """How many nodes are here, or may still come."""
+        """The number of nodes that have joined, or may still join."""
         return sum(self._nodes[i].state is not NodeState.UNFIT for i in self._invited)
 
     @property
@@ -159,13 +154,13 @@ class Roster:
         return self._sessions > 0
 
     def times_asked(self, node: int) -> int:
-        """Return how often this node was asked for again since it was last here."""
+        """Return how often this node was requested again since it was last active."""
         return self._nodes[node].asked
 
     # -- events -----------------------------------------------------------------------------------------------
 
     def hello(self, number: int, instance: str, mismatch: str | None, now: float) -> list[Instruction]:
-        """A node introduces itself; `mismatch` says what of it does not fit this run."""
+        """Handle a node's Hello; `mismatch`: why it cannot take part in this run."""
         node = self._nodes[number]
         if mismatch is not None:
             self._note(node, f"refused: {mismatch}")
@@ -189,7 +184,7 @@ class Roster:
         return done + self._place(now)
 
     def heard(self, number: int, session: int, now: float) -> bool:
-        """Whether what was said just now counts: it is of the node's own, present session."""
+        """Note that a node is alive; returns whether the message is of its current session."""
         node = self._nodes[number]
         if node.state is not NodeState.ACTIVE or node.session != session:
             return False
@@ -197,7 +192,7 @@ class Roster:
         return True
 
     def gone(self, number: int, reason: str, now: float) -> list[Instruction]:
-        """Its connection ended, its job ended, or it said goodbye; of one that is not here: it ended before it came."""
+        """Handle the end of a node's connection or job, or its Bye; one that is not active ended before it joined."""
         node = self._nodes[number]
         if number not in self._invited:
             if node.state is not NodeState.ACTIVE:
@@ -205,7 +200,7 @@ class Roster:
             self._move(node, "gone", reason)
             return [*self._unassign(node, number, reason, now), Dismiss(number), *self._place(now)]
         if node.state is not NodeState.ACTIVE:
-            if node.asked_at is None:  # not at once: whoever waits for it sees its end, and may give the start up
+            if node.asked_at is None:  # not at once: whoever waits for it may give up the start
                 node.asked_at = now
             if node.state is NodeState.UNFIT or now - node.asked_at < min(_ASK_AGAIN_S * 2**node.asked, _ASK_MOST_S):
                 return []
@@ -217,7 +212,7 @@ class Roster:
         return [*self._unassign(node, number, reason, now), Replace(number, reason), *self._place(now)]
 
     def unfit(self, number: int, reason: str, now: float) -> list[Instruction]:
-        """It cannot run the environments: its shards go to others at once, and it is not asked for again."""
+        """Move the shards of a node that cannot run the environments at once; it is not requested again."""
         node = self._nodes[number]
         if node.state is not NodeState.ACTIVE:
             return []
@@ -225,7 +220,7 @@ class Roster:
         return [*self._unassign(node, number, reason, now), Dismiss(number, is_unfit=True), *self._place(now)]
 
     def tick(self, now: float, listening_since: float) -> list[Instruction]:
-        """Time passes. Silence counts only while the head itself was listening."""
+        """Find silent nodes and place shards. Silence counts only while the head itself was listening."""
         done: list[Instruction] = []
         for number, node in enumerate(self._nodes):
             silent_s = now - max(node.heard_at, listening_since)
@@ -234,7 +229,7 @@ class Roster:
         return done + self._place(now)
 
     def scale(self, nodes: int, now: float) -> list[Instruction]:
-        """From now on the first so many take part; of the others, each goes when its last shard has left."""
+        """Change how many nodes take part; each of the others leaves with its last shard."""
         before, self._invited = self._invited, range(nodes)
         done: list[Instruction] = []
         for number in before[nodes:]:
@@ -246,7 +241,7 @@ class Roster:
         return done + self._place(now)
 
     def release(self, shard: int) -> list[Instruction]:
-        """Nothing is under way at this shard, which is leaving: now it does."""
+        """Move a leaving shard: nothing is under way there any more."""
         if shard not in self.leaving:
             return []
         here, number = self._here(), self._holder.pop(shard)
@@ -257,7 +252,7 @@ class Roster:
         return done if number in self._invited else done + self._dismiss(number)
 
     def share_out(self, now: float) -> list[Instruction]:
-        """The run begins. Every shard to somebody who is here, also those whose own nodes have never come."""
+        """Begin the run: assign every shard to a node that has joined, also if its own node never has."""
         done = self._place(now)
         for number in self.missing:
             if self._nodes[number].state is NodeState.AWAITED:
@@ -280,12 +275,12 @@ class Roster:
         return [i for i in self._invited if self._nodes[i].state is NodeState.ACTIVE]
 
     def _want(self, number: int, now: float) -> None:
-        """It is to come in the middle of a run: where it ends before it has, it is asked for again."""
+        """Await a node during the run: if it ends before it joins, it is requested again."""
         node = self._nodes[number]
         node.state, node.asked, node.asked_at = NodeState.LOST, 0, now
 
     def _dismiss(self, number: int) -> list[Instruction]:
-        """A node that is not wanted any more, unless it still has a shard."""
+        """Dismiss a node, unless it still has a shard."""
         node = self._nodes[number]
         if node.shards:
             return []
@@ -301,7 +296,7 @@ class Roster:
         return [ShardUnassigned(shard, number, reason, False) for shard in shards]
 
     def _place(self, now: float) -> list[Instruction]:
-        """Every empty shard to its own node if it is here; else, after a while, to whoever has fewest."""
+        """Assign every shard without a node to its own node or, after a while, to the one with the fewest."""
         done: list[Instruction] = []
         here = self._here()
         for shard in sorted(self._empty_since):
@@ -315,7 +310,7 @@ class Roster:
         return min(here, key=lambda i: (len(self._nodes[i].shards), i))
 
     def _may_move(self, shard: int, now: float) -> bool:
-        if shard not in self._was_seated:
+        if shard not in self._was_placed:
             return False
         if shard not in self._invited or self._nodes[shard].state is NodeState.UNFIT:
             return True
@@ -327,5 +322,5 @@ class Roster:
         self._nodes[node].shards.add(shard)
         self._holder[shard] = node
         self._empty_since.pop(shard, None)
-        self._was_seated.add(shard)
+        self._was_placed.add(shard)
         return ShardAssigned(shard, node)

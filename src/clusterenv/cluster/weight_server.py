@@ -1,4 +1,4 @@
-"""Weights that nodes may pull, and what they are given of them. Pure: what is to be sent leaves as messages.
+"""Weights that nodes may pull, and the answers to their pulls. Pure: what is to be sent is returned as messages.
 
 Filled by the caller's thread, read by whichever thread listens: the table is replaced, never changed.
 """
@@ -13,20 +13,16 @@ from clusterenv.errors import ProtocolError
 from clusterenv.wire.frames import CHUNK
 from clusterenv.wire.messages import Chunk, Pull, Withdrawn
 
-__all__ = ["WeightServer"]
-
 _ATTEMPTS = 3
-"""How often a node may begin to pull the same weights: what it asked for and did not read is queued in the head."""
+"""How often a node may begin to pull the same weights: what it requests and does not read is queued in the head."""
 
 
 @dataclass
 class _Entry:
-    session: int
-    """Of the node that may pull them."""
+    session: int  # of the node that may pull them
     data: bytes
     is_packed: bool
-    given: int = 0
-    """Bytes in this attempt; the next range begins here."""
+    given: int = 0  # bytes in this attempt; the next range begins here
     attempts: int = 1
 
 
@@ -35,22 +31,22 @@ class WeightServer:
         self._table: dict[int, _Entry] = {}  # by the weights' number in the ledger
 
     def put(self, number: int, session: int, data: bytes, is_packed: bool) -> None:
-        """These weights may be pulled over this session, from their beginning."""
+        """Allow these weights to be pulled in this session, from their beginning."""
         self._table = {**self._table, number: _Entry(session, data, is_packed)}
 
     def keep(self, sessions: set[int]) -> None:
-        """Drop what was for other sessions: they are over."""
+        """Drop the weights of other sessions, which are over."""
         if any(entry.session not in sessions for entry in self._table.values()):
             self._table = {number: entry for number, entry in self._table.items() if entry.session in sessions}
 
     def answer(self, pull: Pull, session: int) -> Iterator[tuple[Any, list[Any]]]:
         """Return messages with their frames; what is not in the table is withdrawn.
 
-        Each range is given once, in order; a node whose weights arrived damaged begins again, three times at most.
+        Each range is sent once, in order; a node whose weights arrived damaged begins again, three times at most.
         """
         entry = self._table.get(pull.weights)
         if entry is None or entry.session != session:
-            # Silence would leave the node waiting for ever, and whatever waits there for these weights.
+            # Without an answer, the node would wait for ever.
             return iter([(Withdrawn(pull.weights), [])])
         size = len(entry.data)
         if pull.size <= 0:

@@ -1,7 +1,7 @@
-"""The user's code on its way to other processes and machines: pickled, with the source files that these may lack.
+"""Pickle the user's code for other processes and machines, with the source files that these may lack.
 
-`cloudpickle` sends what it finds in an importable module by name, and what belongs to the script itself by value.
-Whether a machine can import the module is decided in `packages.py`.
+`cloudpickle` sends what is in an importable module by name, and what belongs to the script itself by value. Whether a
+machine can import the module is decided in `packages.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import cloudpickle
 
 from clusterenv.code import packages as sources
 
-__all__ = ["carry", "dumps", "dumps_with_words", "missing_package", "why"]
-
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 
 
@@ -27,7 +25,7 @@ def dumps(value: Any) -> bytes:
 
 
 def dumps_with_words(value: Any) -> tuple[bytes, set[str]]:
-    """Pickle, and collect every string on the way: names of modules, of what functions import, of entry points."""
+    """Pickle, and collect every string in it: names of modules, of what functions import, of entry points."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
@@ -56,7 +54,7 @@ def carry(value: Any, known: Collection[str]) -> bytes:
 
 
 class _Carried:
-    """Unpickles as what it carries, after the process has got the modules that it lacks."""
+    """Unpickles as `data`, after the modules that the process lacks were installed."""
 
     def __init__(self, wanted: list[sources.Wanted], archives: dict[str, bytes], data: bytes) -> None:
         self._parts = wanted, archives, data
@@ -66,7 +64,7 @@ class _Carried:
 
 
 def _unpack(wanted: list[sources.Wanted], archives: dict[str, bytes], data: bytes) -> Any:
-    # What this process has imported already it goes on with, as ever.
+    # Modules that this process has imported already stay as they are.
     comparison = sources.compare([package for package in wanted if package.name not in sys.modules])
     for name in comparison.lacking:
         sources.install({}, archives[name])
@@ -83,7 +81,7 @@ def why(error: BaseException) -> str:
 
 
 def missing_package(text: str, where: str) -> str:
-    """Return what to do about a remote traceback that ends with a module that is missing there; else nothing."""
+    """Return what to do about a remote traceback of a missing module; "" for any other."""
     found = _MISSING.search(text)
     if found is None:
         return ""

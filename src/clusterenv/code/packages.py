@@ -1,9 +1,9 @@
-"""Python packages of the user's own, on machines that may not have them.
+"""Send the user's own Python packages to machines that may not have them.
 
-A package is *installed* if it lies in a site-packages folder, or if pip has noted it in the folder where it lies; every
-machine imports its own. All others are the user's own: beside the script, on PYTHONPATH, in an editable install. The
-head lists those that pickled code names (`collect`). A node compares the list with what it can import (`compare`), asks
-for the files that it lacks, and its workers import them from memory (`pack`, `install`).
+A package is *installed* if it is in a site-packages folder, or if pip has recorded it in its folder; every machine
+imports its own copy of it. All others are the user's own: beside the script, on PYTHONPATH, in an editable install. The
+head lists those that pickled code names (`collect`). A node compares the list with what it can import (`compare`) and
+requests the files that it lacks; its workers import them from memory (`pack`, `install`).
 """
 
 from __future__ import annotations
@@ -25,29 +25,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-__all__ = [
-    "Comparison",
-    "Package",
-    "Wanted",
-    "collect",
-    "compare",
-    "find_own",
-    "install",
-    "is_importable",
-    "pack",
-    "top_level",
-]
-
 _EVERYWHERE = frozenset(
     {"__main__", "__mp_main__", "clusterenv", "cloudpickle", "gymnasium", "msgspec", "numpy", "zmq"}
 )
-"""Never sent: what a node has imported before it takes any code, and the script, which is pickled by value."""
+"""Never sent: packages that a node has imported already, and the script, which is pickled by value."""
 
-_MAX_ENTRIES = 20_000
-"""Directory entries of one package that are looked at."""
+_MAX_ENTRIES = 20_000  # the most directory entries of one package
 
-_MAX_BYTES = 16 << 20
-"""Size of the Python files of one package that are sent."""
+_MAX_BYTES = 16 << 20  # the largest size of the Python files of one package
 
 _STDLIB = Path(os.__file__).resolve().parent
 
@@ -65,36 +50,30 @@ class Wanted(NamedTuple):
     """A package of the head."""
 
     name: str
-    fingerprint: str
-    """Of its Python files; empty where they are too many."""
-    folder: str
-    """Where it lies on the head."""
+    fingerprint: str  # of its Python files; empty if they are too many
+    folder: str  # its place on the head
 
 
 class File(NamedTuple):
     module: str
     is_package: bool
-    path: str
-    """Empty: a namespace package, which has no file."""
+    path: str  # empty: a namespace package, which has no file
     source: bytes
 
 
 class Package(NamedTuple):
-    """A package of the user's own, as it is now: a file that is edited during the run does not change it."""
+    """A package of the user's own, with the files as they were when it was read."""
 
     wanted: Wanted
     files: tuple[File, ...]
-    unsendable: str
-    """Why its files cannot be sent; empty if they can."""
+    unsendable: str  # why its files cannot be sent; empty if they can
 
 
 class Comparison(NamedTuple):
-    """What a machine has of the packages that it was asked about."""
+    """Which of the wanted packages a machine has."""
 
-    folders: dict[str, str]
-    """Packages that it has, in a folder where Python does not look by itself."""
-    lacking: tuple[str, ...]
-    """Packages that it does not have, or not with the same files."""
+    folders: dict[str, str]  # packages that it has in a folder that is not on Python's path, and that folder
+    lacking: tuple[str, ...]  # packages that it does not have, or with other files
 
 
 # -- on the head --------------------------------------------------------------------------------------------------
@@ -103,7 +82,7 @@ class Comparison(NamedTuple):
 def collect(words: Iterable[str], known: Collection[str] = ()) -> tuple[Package, ...]:
     """Return the user's own packages among these strings, and what they import in turn, without those `known`.
 
-    A string that only looks like a module's name does no harm: one package more is compared.
+    A string that only looks like a module's name does no harm.
     """
     might_be = _Candidates()
     todo = {match[1] for match in map(_NAME.fullmatch, words) if match and might_be(match[1])}
@@ -132,7 +111,7 @@ def find_own(name: str) -> Package | None:
         listing = list(_list(name, spec))
     except _TooManyError:
         if not _has_init(spec) and name not in sys.modules:
-            return None  # any folder can be a namespace package: this one is something else
+            return None  # any folder can be a namespace package: this one is probably none
         reason = f"its folder has more than {_MAX_ENTRIES} entries"
         return Package(Wanted(name, "", str(folder)), (), reason)
     wanted = Wanted(name, _fingerprint(listing), str(folder))
@@ -166,7 +145,7 @@ def top_level(name: str) -> str:
 
 
 class _Candidates:
-    """Tells quickly of most strings that they name no package of the user's own."""
+    """Tell quickly for most strings that they name no package of the user's own."""
 
     def __init__(self) -> None:
         self._known = {name for name in sys.modules if "." not in name}
@@ -178,10 +157,10 @@ class _Candidates:
         self._known -= sys.stdlib_module_names
 
     def __call__(self, name: str) -> bool:
-        return name in self._known or any(_asked(finder, name) for finder in self._finders)
+        return name in self._known or any(_can_find(finder, name) for finder in self._finders)
 
 
-def _asked(finder: Any, name: str) -> bool:
+def _can_find(finder: Any, name: str) -> bool:
     try:
         return finder.find_spec(name, None) is not None
     except Exception:  # a finder of some package
@@ -227,7 +206,7 @@ def _has_same(package: Wanted, spec: ModuleSpec | None) -> bool:
 
 
 def install(folders: dict[str, str], archive: bytes) -> None:
-    """From now on these packages are imported from where they are, and those of the archive from memory."""
+    """Have these packages imported from these folders, and those of the archive from memory."""
     files = msgspec.msgpack.decode(zlib.decompress(archive), type=list[File]) if archive else []
     sys.meta_path.insert(0, _Finder(folders, {file.module: file for file in files}))
 
@@ -245,11 +224,10 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         if not file.path:
             return ModuleSpec(name, None, is_package=True)
-        spec = ModuleSpec(name, _Loader(file), origin=file.path, is_package=file.is_package)
-        spec.has_location = True
-        if file.is_package:
-            spec.submodule_search_locations = [str(Path(file.path).parent)]
-        return spec
+        folders = [str(Path(file.path).parent)] if file.is_package else None
+        return importlib.util.spec_from_file_location(
+            name, file.path, loader=_Loader(file), submodule_search_locations=folders
+        )
 
 
 class _Loader(importlib.abc.SourceLoader):
@@ -269,14 +247,13 @@ class _Loader(importlib.abc.SourceLoader):
 
 
 class _TooManyError(Exception):
-    """A folder with more entries than are looked at."""
+    """A folder has more than `_MAX_ENTRIES` entries."""
 
 
 class _Entry(NamedTuple):
     module: str
     is_package: bool
-    path: str
-    """Empty: a folder without `__init__.py`."""
+    path: str  # empty: a folder without `__init__.py`
     suffix: str
     size: int
     mtime_s: int
@@ -294,7 +271,7 @@ def _has_init(spec: ModuleSpec) -> bool:
 
 
 def _folder(spec: ModuleSpec | None) -> Path | None:
-    """Where Python found it; None where that is no folder."""
+    """Return the folder in which Python found it, if any."""
     if spec is None:
         return None
     at = next(iter(spec.submodule_search_locations or ()), None) or (spec.origin if spec.has_location else None)
@@ -303,13 +280,13 @@ def _folder(spec: ModuleSpec | None) -> Path | None:
 
 
 def _is_for_packages(folder: Path) -> bool:
-    """Whether everything in this folder is installed."""
+    """Return whether everything in this folder is installed."""
     parts = set(folder.absolute().parts)
     return bool({"site-packages", "dist-packages"} & parts) or folder.resolve().is_relative_to(_STDLIB)
 
 
 def _installed_in(folder: Path) -> set[str]:
-    """Return what `pip install --target` put into this folder; the user's own files may lie beside it."""
+    """Return what `pip install --target` put into this folder, which may have the user's own files too."""
     found = set()
     for info in (folder / name for name in _names(folder) if name.endswith(".dist-info")):
         found.add(info.name.partition("-")[0])
@@ -346,7 +323,7 @@ def _list(name: str, spec: ModuleSpec) -> Iterator[_Entry]:
                 entries = sorted(itertools.islice(found, _MAX_ENTRIES + 1), key=lambda entry: entry.name)
         except OSError:
             continue
-        if (status.st_dev, status.st_ino) in seen:  # links may form a ring
+        if (status.st_dev, status.st_ino) in seen:  # links may form a cycle
             continue
         seen.add((status.st_dev, status.st_ino))
         count += len(entries)
@@ -371,6 +348,6 @@ def _suffix(name: str) -> str:
 
 
 def _fingerprint(listing: list[_Entry]) -> str:
-    """Sizes and times, and no contents: a large package on a slow file system must not hold up the start."""
+    """Return a hash of sizes and times. Contents would delay the start: a package may be large, its disk slow."""
     lines = sorted(f"{entry.module} {entry.suffix} {entry.size} {entry.mtime_s}" for entry in listing if entry.path)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]

@@ -1,7 +1,7 @@
-"""Gymnasium's registry of this process, for processes that make environments by id.
+"""Copy Gymnasium's registry to processes that make environments by id.
 
-A worker has imported Gymnasium, but nothing that the script registered by itself or by importing a package. What is
-registered here is sent along with the environments' code (`pack`), and put into the registry there (`install`).
+A worker has imported Gymnasium, but does not have what the script or a package that it imported has registered. That is
+sent with the environments' code (`pack`), and registered there (`install`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,14 @@ from gymnasium.envs.registration import EnvSpec, registry
 from clusterenv.code.missing import why
 from clusterenv.errors import SpecError
 
-__all__ = ["Registered", "install", "pack"]
-
 _ATOMS = (str, int, float, bool, bytes, type(None))
 
 
 class Registered(NamedTuple):
     plain: bytes
-    """A pickled list of the specs that hold nothing but plain data: nearly all, and they cannot fail to arrive. Those
-    of Gymnasium itself make it large, so it is compressed."""
+    """A pickled list of the specs of plain data, nearly all, compressed: those of Gymnasium itself make it large."""
     others: dict[str, bytes | str]
-    """Each pickled by itself, by id: one that fails must not take the others along. Text: why it could not be."""
+    """By id, each pickled by itself, as it may fail; text: why it could not be pickled."""
 
 
 def pack(dumps: Callable[[Any], bytes]) -> Registered:
@@ -46,7 +43,7 @@ def pack(dumps: Callable[[Any], bytes]) -> Registered:
 
 
 def install(registered: Registered) -> None:
-    """Register here what is registered there; what could not travel says so when it is made."""
+    """Register these specs here. One that could not be sent raises an error when it is made."""
     changed = False
     for spec in pickle.loads(zlib.decompress(registered.plain)):
         if registry.get(spec.id) != spec:
@@ -56,33 +53,30 @@ def install(registered: Registered) -> None:
         registry[name] = _load(name, data)
         changed = True
     if changed:
-        # A package that registers by being imported does so once more here, and Gymnasium would warn of each id.
+        # A package that is imported here registers its ids again, and Gymnasium would warn of each.
         warnings.filterwarnings("ignore", message=".*Overriding environment .* already in registry")
 
 
 def _load(name: str, data: bytes | str) -> EnvSpec:
     if isinstance(data, str):
-        return EnvSpec(name, entry_point=_Missing(name, f"cannot be sent to a worker: {data}"))
+        return _missing(name, f"cannot be sent to a worker: {data}")
     try:
         spec: EnvSpec = pickle.loads(data)
     except Exception as error:  # user code that runs while it is unpickled
-        reason = f"could not be loaded in a worker: {type(error).__name__}: {error}"
-        return EnvSpec(name, entry_point=_Missing(name, reason))
+        return _missing(name, f"could not be loaded in a worker: {type(error).__name__}: {error}")
     return spec
 
 
-class _Missing:
-    """The entry point of an id whose own did not arrive."""
+def _missing(name: str, reason: str) -> EnvSpec:
+    """Return a spec that raises SpecError when it is made."""
 
-    def __init__(self, name: str, reason: str) -> None:
-        self._name = name
-        self._reason = reason
-
-    def __call__(self, **kwargs: Any) -> gym.Env[Any, Any]:
+    def entry_point(**kwargs: Any) -> gym.Env[Any, Any]:
         raise SpecError(
-            f"{self._name!r} is registered in the script, but its entry point or arguments {self._reason}. "
+            f"{name!r} is registered in the script, but its entry point or arguments {reason}. "
             "Register it with an entry point 'module:Class', or make it without gymnasium.make"
         )
+
+    return EnvSpec(name, entry_point=entry_point)
 
 
 def _is_plain(value: Any) -> bool:

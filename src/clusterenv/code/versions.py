@@ -1,4 +1,4 @@
-"""Which versions of packages this machine has, and whether those of another fit. Does not import torch."""
+"""Compare the versions of packages on two machines. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from collections.abc import Iterable, Mapping
 import cloudpickle  # noqa: F401  both are imported anyway, and may have no metadata where they come from PYTHONPATH
 import numpy  # noqa: F401
 
-__all__ = ["FOR_PICKLES", "differences", "installed"]
-
 FOR_PICKLES = ("cloudpickle", "numpy")
-"""What has to fit wherever code is pickled."""
+"""Packages whose versions have to match wherever code is pickled."""
 
 _PARTS = {"cloudpickle": 2, "numpy": 1, "torch": 2}
-"""How many parts of a version number have to be equal. Arrays that numpy has pickled can be read by the same major
-version; cloudpickle and torch promise nothing between two minor versions."""
+"""How many parts of a version number have to be equal. numpy reads arrays pickled by the same major version;
+cloudpickle and torch promise nothing between two minor versions."""
 
 _UNKNOWN = "of an unknown version"
 
@@ -40,9 +38,9 @@ def _version(name: str) -> str | None:
 def differences(
     theirs: Mapping[str, str], ours: Mapping[str, str], names: Iterable[str], is_pickled: bool = True
 ) -> list[str]:
-    """Say of each of these packages that does not fit which version is where.
+    """Return, for each of these packages that does not match, which version is where.
 
-    Where nothing that belongs to them is pickled, they only have to be installed.
+    Without pickled code, they only have to be installed.
     """
     wrong = []
     for name in sorted(names):

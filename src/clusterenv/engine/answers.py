@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from clusterenv.engine.checking import is_int, is_policy_error, is_text, need
 from clusterenv.engine.fragment_answers import check_fragment, check_missing
 from clusterenv.engine.requests import Kind, Request
 from clusterenv.errors import ProtocolError
@@ -38,7 +39,6 @@ from clusterenv.wire.requests import (
 
 __all__ = ["Known", "check", "check_step", "limit_bytes", "record"]
 
-_LONGEST_TEXT = 1 << 20
 _PHASES = frozenset((*PHASES, "policy", "evaluate"))
 
 
@@ -64,7 +64,7 @@ def limit_bytes(request: Request, known: Known) -> int:
         return 3 * row_bytes(known.rows) * len(request.slots) + BESIDE_BYTES
     if request.brings == "fragment":
         assert known.fragments is not None
-        return 3 * sum(fragment_sizes(known.fragments, len(known.slots), request.num_steps)) + BESIDE_BYTES
+        return 3 * sum(fragment_sizes(known.fragments, len(known.slots), request.message.num_steps)) + BESIDE_BYTES
     message = request.message
     if isinstance(message, Evaluate):
         return BESIDE_BYTES + RECORD_BYTES * sum(number < message.record for number in message.episodes)
@@ -112,12 +112,12 @@ def record(request: Request, slots: Iterable[int], reply: Any, size: int) -> Any
 def _check(request: Request, known: Known, slots: Sequence[int], last: bool, frames: Sequence[Any]) -> Any:
     size = sum(map(len, frames))
     limit = limit_bytes(request, known)
-    _need(request.received_bytes + size <= limit, f"{request.received_bytes + size} bytes, where {limit} are the most")
-    _need(bool(frames), "no frames")
+    need(request.received_bytes + size <= limit, f"{request.received_bytes + size} bytes, where {limit} are the most")
+    need(bool(frames), "no frames")
     _check_frames(request, known, slots, frames)
     if request.brings == "rows":
-        _need(all(a < b for a, b in pairwise(slots)), "slots that do not ascend")
-        _need(request.remaining.issuperset(slots), f"rows of slots {list(slots)}, which are not awaited")
+        need(all(a < b for a, b in pairwise(slots)), "slots that do not ascend")
+        need(request.remaining.issuperset(slots), f"rows of slots {list(slots)}, which are not awaited")
     if not len(frames[0]):
         return _check_plain_rows(request, known, slots, last)
     return _check_reply(request, known, slots, last, frames)
@@ -126,19 +126,20 @@ def _check(request: Request, known: Known, slots: Sequence[int], last: bool, fra
 def _check_reply(request: Request, known: Known, slots: Sequence[int], last: bool, frames: Sequence[Any]) -> Any:
     reply = plain().unpack(frames[0])
     if request.kind is Kind.BUILD and isinstance(reply, Built):
+        need(last and not slots, "a header that differs from its content")
         _check_built(request, known, reply)
         return reply
-    _need(isinstance(reply, Reply), f"a {type(reply).__name__} instead of a reply")
-    _need(_is_int(reply.request) and reply.request == request.number, "the number of another request")
-    _need(reply.last is last and isinstance(reply.slots, list), "a header that differs from its content")
-    _need(all(map(_is_int, reply.slots)) and reply.slots == list(slots), "a header that differs from its content")
+    need(isinstance(reply, Reply), f"a {type(reply).__name__} instead of a reply")
+    need(is_int(reply.request) and reply.request == request.number, "the number of another request")
+    need(reply.last is last and isinstance(reply.slots, list), "a header that differs from its content")
+    need(all(map(is_int, reply.slots)) and reply.slots == list(slots), "a header that differs from its content")
     _check_faults(request, known, reply)
     if request.brings == "rows":
         _check_row_reply(request, known, reply)
     elif request.kind is Kind.FRAGMENT:
         _check_fragment_reply(request, known, reply, frames[1:])
     else:
-        _need(not reply.slots and reply.infos is None and reply.objects is None, "rows that nobody asked for")
+        need(not reply.slots and reply.infos is None and reply.objects is None, "rows that nobody asked for")
         _check_result(request, known, reply)
     return reply
 
@@ -146,22 +147,18 @@ def _check_reply(request: Request, known: Known, slots: Sequence[int], last: boo
 def _check_frames(request: Request, known: Known, slots: Sequence[int], frames: Sequence[Any]) -> None:
     """Compare the number of frames and their sizes with the layout."""
     if request.brings == "rows":
-        _need(len(frames) == 2 and known.rows is not None, f"{len(frames)} frames, where 2 belong")
+        need(len(frames) == 2 and known.rows is not None, f"{len(frames)} frames, where 2 belong")
         assert known.rows is not None
         check_rows(row_bytes(known.rows), len(slots), frames[1])
-    elif request.brings == "fragment":
-        assert known.fragments is not None
-        sizes = fragment_sizes(known.fragments, len(known.slots), request.num_steps)
-        _need([len(frame) for frame in frames[1:]] == sizes, "arrays that do not have the sizes of the layout")
-    else:
-        _need(len(frames) == 1, f"{len(frames)} frames, where 1 belongs")
+    elif request.brings != "fragment":  # whose sizes follow from its result
+        need(len(frames) == 1, f"{len(frames)} frames, where 1 belongs")
 
 
 def _check_plain_rows(request: Request, known: Known, slots: Sequence[int], last: bool) -> int:
     """Check an answer without plain data: rows of a whole step, with nothing to tell of them."""
-    _need(request.brings == "rows" and request.message is None, "no content")
-    _need(not known.num_objects, "no observations of spaces without a fixed size")
-    _need(last and request.remaining == set(slots), "some rows of a whole step")
+    need(request.brings == "rows" and request.message is None, "no content")
+    need(not known.num_objects, "no observations of spaces without a fixed size")
+    need(last and request.remaining == set(slots), "some rows of a whole step")
     return request.number
 
 
@@ -172,11 +169,11 @@ def _check_row_reply(request: Request, known: Known, reply: Reply) -> None:
     acts = isinstance(request.message, Step) and request.message.act is not None
     if acts and isinstance(reply.result, FragmentResult):  # the policy failed, and nothing was stepped
         untouched = request.remaining == set(request.slots) and not reply.slots and reply.last
-        _need(untouched and not reply.faults, "rows beside a policy that failed")
+        need(untouched and not reply.faults, "rows beside a policy that failed")
         _check_policy_error(reply.result)
         return
-    _need(bool(reply.slots), "no rows")
-    _need(reply.last is (len(request.remaining) == len(reply.slots)), "an end that does not come with the last row")
+    need(bool(reply.slots), "no rows")
+    need(reply.last is (len(request.remaining) == len(reply.slots)), "an end that does not come with the last row")
     failed = {fault.slot for fault in reply.faults}
     good = [slot for slot in reply.slots if slot not in failed]
     if reply.infos is not None:
@@ -185,55 +182,55 @@ def _check_row_reply(request: Request, known: Known, reply: Reply) -> None:
     if acts and reply.last:
         _check_acted(reply.result, request.slots, known.rows)
     else:
-        _need(reply.result is None, "a result that nobody asked for")
+        need(reply.result is None, "a result that nobody asked for")
 
 
 def _check_columns(columns: Any, rows: set[int]) -> None:
     """Check info columns, nested ones too: each about some of these rows, with a value for each."""
-    _need(isinstance(columns, dict), "infos that are no columns")
+    need(isinstance(columns, dict), "infos that are no columns")
     for column in columns.values():
-        _need(isinstance(column, Column) and isinstance(column.rows, list), "infos that are no columns")
+        need(isinstance(column, Column) and isinstance(column.rows, list), "infos that are no columns")
         own = column.rows
-        _need(all(map(_is_int, own)) and rows.issuperset(own), "infos of other slots")
-        _need(all(a < b for a, b in pairwise(own)), "infos whose slots do not ascend")
+        need(all(map(is_int, own)) and rows.issuperset(own), "infos of other slots")
+        need(all(a < b for a, b in pairwise(own)), "infos whose slots do not ascend")
         values = column.values
         if column.kind == "dict":
             _check_columns(values, set(own))
         elif column.kind == "object":
-            _need(isinstance(values, list) and len(values) == len(own), "infos of another length")
+            need(isinstance(values, list) and len(values) == len(own), "infos of another length")
         elif column.kind in ("number", "array"):
             fits = isinstance(values, np.ndarray) and values.ndim > 0 and len(values) == len(own)
-            _need(fits, "infos of another length")
+            need(fits, "infos of another length")
             if column.kind == "number":
                 of_type = isinstance(column.type, type) and np.dtype(column.type).type is values.dtype.type
-                _need(values.ndim == 1 and of_type, "infos of another type")
+                need(values.ndim == 1 and of_type, "infos of another type")
         else:
-            _need(False, "infos of an unknown kind")
+            need(False, "infos of an unknown kind")
 
 
 def _check_objects(objects: Any, good: list[int], leaves: int) -> None:
     """Check values that have no place in shared memory: all leaves of each row, where the space has such leaves."""
     if not leaves:
-        _need(objects is None, "objects that nobody asked for")
+        need(objects is None, "objects that nobody asked for")
         return
-    _need(isinstance(objects, list) or (objects is None and not good), "no observations")
+    need(isinstance(objects, list) or (objects is None and not good), "no observations")
     for entry in objects or ():
-        _need(isinstance(entry, (tuple, list)) and len(entry) == 2, "objects that are no pairs")
-        _need(_is_int(entry[0]) and isinstance(entry[1], list) and len(entry[1]) == leaves, "objects of another length")
-    _need(sorted(entry[0] for entry in objects or ()) == good, "objects of other slots")
+        need(isinstance(entry, (tuple, list)) and len(entry) == 2, "objects that are no pairs")
+        need(is_int(entry[0]) and isinstance(entry[1], list) and len(entry[1]) == leaves, "objects of another length")
+    need(sorted(entry[0] for entry in objects or ()) == good, "objects of other slots")
 
 
 def _check_acted(acted: Any, slots: list[int], layout: Layout | None) -> None:
-    _need(isinstance(acted, Acted), "no actions")
-    _need(isinstance(acted.slots, list) and acted.slots == slots, "actions of other slots")
+    need(isinstance(acted, Acted), "no actions")
+    need(isinstance(acted.slots, list) and acted.slots == slots, "actions of other slots")
     assert layout is not None
     leaf = layout.actions[0]
     actions, logprobs = acted.actions, acted.logprobs
-    _need(isinstance(actions, np.ndarray) and actions.shape == (len(slots), *leaf.shape), "actions of another shape")
-    _need(actions.dtype.kind in "biuf", "actions of another type")
+    need(isinstance(actions, np.ndarray) and actions.shape == (len(slots), *leaf.shape), "actions of another shape")
+    need(actions.dtype.kind in "biuf", "actions of another type")
     fits = isinstance(logprobs, np.ndarray) and logprobs.shape == (len(slots),) and logprobs.dtype.kind == "f"
-    _need(fits, "log-probabilities of another shape")
-    _need(_is_int(acted.version) and -1 <= acted.version < 1 << 62, "an unknown version")
+    need(fits, "log-probabilities of another shape")
+    need(is_int(acted.version) and -1 <= acted.version < 1 << 62, "an unknown version")
 
 
 # -- everything else --------------------------------------------------------------------------------------------
@@ -241,79 +238,82 @@ def _check_acted(acted: Any, slots: list[int], layout: Layout | None) -> None:
 
 def _check_fragment_reply(request: Request, known: Known, reply: Reply, arrays: Sequence[Any]) -> None:
     result = reply.result
-    _need(isinstance(result, FragmentResult), "no result of the fragment")
-    _need(reply.last and reply.objects is None, "parts of a fragment")
+    need(isinstance(result, FragmentResult), "no result of the fragment")
+    need(reply.last and reply.objects is None, "parts of a fragment")
+    done = result.num_steps
+    need(is_int(done) and 0 <= done <= request.message.num_steps, "another number of steps")
+    assert known.fragments is not None
+    sizes = fragment_sizes(known.fragments, len(known.slots), done)
+    need([len(array) for array in arrays] == sizes, "arrays that do not have the sizes of the layout")
     if not reply.slots:  # there was no policy
-        _need(not reply.faults and reply.infos is None, "rows beside a policy that failed")
+        need(not reply.faults and reply.infos is None, "rows beside a policy that failed")
         _check_policy_error(result)
         return
-    _need(reply.slots == known.slots, "a fragment of other slots")
+    need(reply.slots == known.slots, "a fragment of other slots")
     check_missing(reply.infos)
-    assert known.fragments is not None
-    check_fragment(result, request, len(known.slots), known.fragments.obs, arrays)
+    check_fragment(result, request, len(known.slots), known.fragments, arrays)
 
 
 def _check_policy_error(result: FragmentResult) -> None:
-    error = result.policy_error
-    texts = isinstance(error, (tuple, list)) and len(error) == 2 and all(map(_is_text, error))
-    _need(texts and result.num_steps == 0 and result.not_sent == "", "a policy that failed without an error")
+    is_error = is_policy_error(result.policy_error)
+    need(is_error and result.num_steps == 0 and result.not_sent == "", "a policy that failed without an error")
 
 
 def _check_result(request: Request, known: Known, reply: Reply) -> None:
     """Check the answer to a call, to an evaluation, or to what a worker is told of its policy."""
     message, result = request.message, reply.result
     if request.kind is not Kind.CALL:
-        _need(reply.last, "parts of an answer that has none")
+        need(reply.last, "parts of an answer that has none")
         if isinstance(result, FragmentResult) and request.kind is Kind.POLICY:
             _check_policy_error(result)
         else:
-            _need(result is None, "a result that nobody asked for")
-            _need(request.kind is not Kind.BUILD or bool(reply.faults), "no environments")
+            need(result is None, "a result that nobody asked for")
+            need(request.kind is not Kind.BUILD or bool(reply.faults), "no environments")
         return
     if reply.faults:
-        _need(reply.last and result is None, "results beside a fault")
+        need(reply.last and result is None, "results beside a fault")
         return
-    _need(isinstance(result, list), "no results")
+    need(isinstance(result, list), "no results")
     if isinstance(message, Evaluate):
         _check_episodes(message, [*request.parts], result, reply.last)
     elif not known.is_vector:
         count = 0 if isinstance(message, SetAttr) else len(request.slots)
         so_far = len(request.parts) + len(result)
-        _need(so_far == count if reply.last else so_far < count, f"{so_far} results, where {count} belong")
+        need(so_far == count if reply.last else so_far < count, f"{so_far} results, where {count} belong")
 
 
 def _check_episodes(message: Evaluate, so_far: list[Any], part: list[Any], last: bool) -> None:
     for episode in part:
-        _need(isinstance(episode, Episode) and _is_int(episode.number), "results that are no episodes")
-        fits = isinstance(episode.total, float) and _is_int(episode.length) and 0 <= episode.length < 1 << 62
-        _need(fits and episode.number in message.episodes, "episodes that nobody asked for")
+        need(isinstance(episode, Episode) and is_int(episode.number), "results that are no episodes")
+        fits = isinstance(episode.total, float) and is_int(episode.length) and 0 <= episode.length < 1 << 62
+        need(fits and episode.number in message.episodes, "episodes that nobody asked for")
         frames = isinstance(episode.frames, list) if episode.number < message.record else episode.frames is None
-        _need(frames, "frames that nobody asked for")
+        need(frames, "frames that nobody asked for")
     join(so_far, part)
     numbers = [episode.number for episode in so_far]
-    _need(len(set(numbers)) == len(numbers), "an episode twice")
+    need(len(set(numbers)) == len(numbers), "an episode twice")
     if last:
-        _need(sorted(numbers) == sorted(message.episodes), "fewer episodes")
+        need(sorted(numbers) == sorted(message.episodes), "fewer episodes")
         for episode in so_far:
-            _need(episode.frames is None or len(episode.frames) == episode.length + 1, "another number of frames")
+            need(episode.frames is None or len(episode.frames) == episode.length + 1, "another number of frames")
 
 
 def _check_built(request: Request, known: Known, built: Built) -> None:
-    _need(_is_int(built.request) and built.request == request.number, "the number of another request")
+    need(is_int(built.request) and built.request == request.number, "the number of another request")
     _check_faults(request, known, built)
-    _need(isinstance(built.metadata, dict), "metadata that is none")
-    _need(built.render_mode is None or _is_text(built.render_mode), "a render mode that is none")
-    _need(isinstance(built.others, list), "spaces that are none")
+    need(isinstance(built.metadata, dict), "metadata that is none")
+    need(built.render_mode is None or is_text(built.render_mode), "a render mode that is none")
+    need(isinstance(built.others, list), "spaces that are none")
     spaces = [built.observation_space, built.action_space]
     for slot, *its in built.others:
-        _need(_is_int(slot) and slot in known.slots and len(its) == 2, "spaces of other slots")
+        need(is_int(slot) and slot in known.slots and len(its) == 2, "spaces of other slots")
         spaces += its
     for space in spaces:
-        _need(not isinstance(space, np.ndarray), "spaces that are none")  # those do not compare
+        need(not isinstance(space, np.ndarray), "spaces that are none")  # those do not compare
 
 
 def _check_faults(request: Request, known: Known, reply: Reply | Built) -> None:
-    _need(isinstance(reply.faults, list) and len(reply.faults) <= len(known.slots), "faults that are none")
+    need(isinstance(reply.faults, list) and len(reply.faults) <= len(known.slots), "faults that are none")
     own: list[int] = known.slots
     if request.brings == "rows" and not known.is_vector:
         own = getattr(reply, "slots", [])
@@ -322,22 +322,9 @@ def _check_faults(request: Request, known: Known, reply: Reply | Built) -> None:
     elif request.kind is Kind.POLICY:
         own = []
     for fault in reply.faults:
-        _need(isinstance(fault, Fault) and _is_int(fault.slot) and fault.slot in own, "faults of other slots")
-        _need(isinstance(fault.phase, str) and fault.phase in _PHASES, "a fault in an unknown phase")
-        _need(_is_text(fault.error) and _is_text(fault.traceback), "a fault without a text")
+        need(isinstance(fault, Fault) and is_int(fault.slot) and fault.slot in own, "faults of other slots")
+        need(isinstance(fault.phase, str) and fault.phase in _PHASES, "a fault in an unknown phase")
+        need(is_text(fault.error) and is_text(fault.traceback), "a fault without a text")
         numbers = [fault.incarnation, fault.step, 0 if fault.seed is None else fault.seed]
-        _need(all(map(_is_int, numbers)), "a fault without its place")
-    _need(len({fault.slot for fault in reply.faults}) == len(reply.faults), "a fault twice")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= _LONGEST_TEXT
-
-
-def _need(holds: bool, what: str) -> None:
-    if not holds:
-        raise ProtocolError(f"an answer with {what}")
+        need(all(map(is_int, numbers)), "a fault without its place")
+    need(len({fault.slot for fault in reply.faults}) == len(reply.faults), "a fault twice")

@@ -44,7 +44,7 @@ class Engine:
 
     # -- a step of all slots ----------------------------------------------------------------------------------
 
-    def spill(self, number: int, done: int, now_s: float) -> None:
+    def spill(self, done: int, now_s: float) -> None:
         """Open requests for a step of all slots that only the first `done` workers have answered as usual."""
         state = self.state
         state.rows.expect_all()
@@ -52,7 +52,7 @@ class Engine:
             if worker.index < done:
                 state.rows.mark_ready(worker.slots)
             else:
-                state.requests.open(worker.index, Kind.STEP, worker.slots, number)
+                state.requests.open_step(worker.index)
                 worker.asked(now_s)
 
     # -- requests ---------------------------------------------------------------------------------------------

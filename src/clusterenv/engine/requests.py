@@ -1,7 +1,8 @@
 """The request ledger: what was asked of each worker and is not answered yet. Pure.
 
 A request is opened before its message is sent, and closed by its last answer or by the end of the worker's process.
-What an answer brings follows from the message: the executor is given the `Request`, and keeps no copy of it.
+A step of all slots is one number for all workers; requests are opened for it only where one has not answered as usual.
+Executors keep no copy of a request: answers from other machines are checked against the entry here, and noted in it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from clusterenv.wire.requests import Rebuild, Reply, Reset, RunFragment, Step
+from clusterenv.wire.requests import Reply
 
 __all__ = ["Brings", "Kind", "Request", "Requests"]
 
@@ -38,36 +39,48 @@ class Request:
     worker: int
     slots: list[int]
     """The slots that it is about, ascending."""
-    brings: Brings = "nothing"
-    side: int = 0
-    """Fragments: where in the memory of fragments its rows go."""
-    num_steps: int = 0
-    reply: Reply | None = None
-    """The answer to a call, until the caller has read it."""
-    remaining: set[int] = field(default_factory=set)
-    """Slots whose row has not come yet, where it brings rows."""
     message: Any = None
     """What was sent; None: a whole step."""
-    parts: list[Any] = field(default_factory=list)
-    """Results of a call that have come, where they come in parts."""
-    received_bytes: int = 0
     version: int | None = None
     """Fragments: the version that acts."""
     info_keys: tuple[str, ...] = ()
     """Fragments: the infos that were asked for."""
+    brings: Brings = field(init=False)
+
+    # What has come so far.
+    remaining: set[int] = field(init=False)
+    """Slots whose row has not come yet, where it brings rows."""
+    parts: list[Any] = field(default_factory=list, init=False)
+    """Results of a call that have come, where they come in parts."""
+    received_bytes: int = field(default=0, init=False)
+    reserved_bytes: int = field(default=0, init=False)
+    """How much its answers may have, while they are to come from another machine; 0: none is to come."""
+    reply: Reply | None = field(default=None, init=False)
+    """The answer to a call, until the caller has read it."""
 
     def __post_init__(self) -> None:
-        if self.brings == "rows":
-            self.remaining = set(self.slots)
+        self.brings = _BRINGS.get(self.kind, "nothing")
+        self.remaining = set(self.slots) if self.brings == "rows" else set()
+
+
+_BRINGS: dict[Kind, Brings] = {
+    Kind.STEP: "rows",
+    Kind.RESET: "rows",
+    Kind.REBUILD: "rows",
+    Kind.FRAGMENT: "fragment",
+}
 
 
 class Requests:
     """Every open request, by worker and number."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, slots_of: list[list[int]]) -> None:
         self.number = 0
         """Of the last request."""
-        self._open: list[dict[int, Request]] = [{} for _ in range(workers)]
+        self.step_all = 0
+        """Of the last step that all workers were asked for at once."""
+        self._slots_of = slots_of
+        self._open: list[dict[int, Request]] = [{} for _ in slots_of]
         self.count = 0
         """How many are open."""
 
@@ -77,11 +90,21 @@ class Requests:
         return self.number
 
     def open(self, worker: int, kind: Kind, slots: list[int], message: Any) -> Request:
-        """Record that `message`, or a whole step with that number, is asked of `worker`."""
-        number = message if isinstance(message, int) else message.request
-        sent = None if isinstance(message, int) else message
-        request = Request(number, kind, worker, slots, *_brings(message), message=sent)
-        self._open[worker][number] = request
+        """Record that `message` is asked of `worker`."""
+        return self._add(Request(message.request, kind, worker, slots, message))
+
+    def part_of_step(self, worker: int) -> Request:
+        """Return what this worker is asked by the step of all slots; it is not open unless `open_step` did that."""
+        request = self._open[worker].get(self.step_all)
+        return request or Request(self.step_all, Kind.STEP, worker, self._slots_of[worker])
+
+    def open_step(self, worker: int) -> Request:
+        """Open a request of its own for this worker's part of the step of all slots, unless there is one."""
+        request = self._open[worker].get(self.step_all)
+        return self._add(self.part_of_step(worker)) if request is None else request
+
+    def _add(self, request: Request) -> Request:
+        self._open[request.worker][request.number] = request
         self.count += 1
         return request
 
@@ -114,12 +137,3 @@ class Requests:
 
     def __iter__(self) -> Iterator[Request]:
         return (request for requests in self._open for request in requests.values())
-
-
-def _brings(message: Any) -> tuple[Brings, int, int]:
-    """Return what the answer to this message brings, on which side, and of how many steps."""
-    if isinstance(message, (int, Step, Reset, Rebuild)):
-        return "rows", 0, 0
-    if isinstance(message, RunFragment):
-        return "fragment", message.side, message.num_steps
-    return "nothing", 0, 0

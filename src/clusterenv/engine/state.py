@@ -29,8 +29,8 @@ class State:
     events: EventLog
     is_vector: bool
     """The slots of a worker are one vector environment: they step, fail and come back together."""
-    out: deque[Instruction] = field(default_factory=deque)
-    errors: list[Exception] = field(default_factory=list)
+    out: deque[Instruction] = field(default_factory=deque, init=False)
+    errors: list[Exception] = field(default_factory=list, init=False)
     """To be raised by the call that is under way, once everything that was heard has been taken in."""
 
     def ask(self, worker: int, kind: Kind, slots: list[int], message: Any, now_s: float) -> Request:

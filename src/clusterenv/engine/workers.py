@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["Progress", "Worker", "WorkerState", "Workers"]
 
@@ -28,16 +28,16 @@ class Worker:
     node: int
     """The machine whose weights it reads."""
     warn_after_s: float
-    state: WorkerState = WorkerState.RUNNING
-    start_at_s: float = 0.0
+    state: WorkerState = field(default=WorkerState.RUNNING, init=False)
+    start_at_s: float = field(default=0.0, init=False)
     """ABSENT: when to start it at the earliest."""
-    reason: str = ""
+    reason: str = field(default="", init=False)
     """KILLED: why."""
-    policy_epoch: int = 0
+    policy_epoch: int = field(default=0, init=False)
     """Which policy it was sent, and which layout of the memory of fragments; 0: none."""
-    arena_epoch: int = 0
-    seen: Progress | None = None
-    seen_at_s: float = 0.0
+    arena_epoch: int = field(default=0, init=False)
+    seen: Progress | None = field(default=None, init=False)
+    seen_at_s: float = field(default=0.0, init=False)
 
     def asked(self, now_s: float) -> None:
         """It was given something to do: its time counts from now."""

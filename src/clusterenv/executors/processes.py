@@ -59,7 +59,7 @@ class ProcessExecutor(WorkerProcesses):
                 except (BlockingIOError, ConnectionError):
                     break  # silent for a while, or gone: `poll` tells
                 if size != len(usual) or link.reader.buffer or not scratch.startswith(usual):
-                    messages = link.reader.feed(self._scratch_view[:size])
+                    messages = self._messages(index, link, size)
                     heard += [(index, message) for message in messages]
                     if len(messages) != 1 or not is_plain(messages[0], number):
                         break

@@ -21,12 +21,12 @@ from clusterenv.code.missing import missing_package
 from clusterenv.code.packages import pack
 from clusterenv.engine.collecting.weights import Transfer
 from clusterenv.engine.inputs import Cause, Exit, Placed, Stack, WeightsHeld, WeightsRefused, WeightsSent
-from clusterenv.engine.requests import Request
+from clusterenv.engine.requests import Request, Requests
 from clusterenv.errors import PolicyError, ProtocolError, SpecError, StartError, UsageError
 from clusterenv.events import emit
 from clusterenv.executors.contract import Nodes, Printed, Processes, is_plain
-from clusterenv.executors.open_requests import OpenRequests
 from clusterenv.executors.output import OutputLog
+from clusterenv.executors.remote_answers import RemoteAnswers
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.progress import PHASES
 from clusterenv.memory.rows import Buffers, Layout
@@ -90,6 +90,7 @@ class RemoteExecutor:
         self,
         head: Head,
         blueprint: Blueprint,
+        requests: Requests,
         slots_of: list[list[int]],
         shard_of: list[int],
         config: WorkerConfig,
@@ -126,7 +127,8 @@ class RemoteExecutor:
         self._hosted: set[int] = set()
         self._may_lack: set[int] = set()  # may still ask for packages: once after each `AssignShard`
         self._running: set[int] = set()
-        self._requests = OpenRequests(slots_of, self._workers, blueprint.is_vector, head.inbox.open_bytes)
+        self._requests = requests
+        self._answers = RemoteAnswers(requests, slots_of, self._workers, blueprint.is_vector, head.inbox.open_bytes)
         self._summed = (b"", 0)  # weights, and their checksum
         self._layouts: list[tuple[Any, bytes]] = []
         self._events: list[tuple[int, Any]] = []
@@ -163,12 +165,12 @@ class RemoteExecutor:
         self._running.add(index)
 
     def allocate(self, layout: Layout) -> bytearray:
-        memory = self._requests.allocate(layout)
+        memory = self._answers.allocate(layout)
         self._announce(Rows, layout)
         return memory
 
     def allocate_arena(self, layout: ArenaLayout) -> mmap.mmap:
-        memory = self._requests.allocate_arena(layout)
+        memory = self._answers.allocate_arena(layout)
         self._announce(Fragments, layout)
         return memory
 
@@ -204,14 +206,14 @@ class RemoteExecutor:
         if isinstance(message, Close):
             return  # a node closes its shards itself
         if request is not None:
-            self._requests.open(request)
+            self._answers.expect(request)
         tell = to_worker_of(message, shard, index, self._slots_of[index])
-        self._head.send(shard, tell, [body, *inputs_of(tell, self._requests.buffers)])
+        self._head.send(shard, tell, [body, *inputs_of(tell, self._answers.buffers)])
 
     def _send_step_all(self, request: int) -> None:
         for shard in self._hosted & self._placed:
-            self._requests.open_step(shard, request, self._running)
-            self._head.send(shard, StepAll(shard, request), [self._requests.read_inputs(shard)])
+            self._answers.expect_step(shard, self._running)
+            self._head.send(shard, StepAll(shard, request), [self._answers.read_inputs(shard)])
 
     def step_all(self, number: int) -> tuple[int, list[tuple[int, Any]]] | None:
         """Have every worker step all its slots; see the contract. Where anything is unusual, `poll` has all of it."""
@@ -224,7 +226,7 @@ class RemoteExecutor:
                 return 0, []
             self._collect(left_s)
         events = self._events
-        if len(events) != workers or not all(is_plain(message, number) for _, message in events):
+        if self._requests.count or len(events) != workers or not all(is_plain(said, number) for _, said in events):
             return 0, []
         self._events = []
         heard = [event for event in events if event[1] != number]
@@ -266,7 +268,7 @@ class RemoteExecutor:
     def _release(self) -> None:
         """Shards that are to change hands do so where no fragment is under way, nor a call. A step that is under way is
         lost, as the next one would be."""
-        for shard in self._head.leaving - self._requests.busy_shards():
+        for shard in self._head.leaving - self._answers.busy_shards():
             self._head.release(shard)
 
     def _shard_changed(self, change: ShardAssigned | ShardUnassigned) -> None:
@@ -287,13 +289,13 @@ class RemoteExecutor:
 
     def _open(self, shard: int, message: Any, frames: list[Any]) -> None:
         if isinstance(message, SteppedAll):
-            self._heard(shard, self._requests.close_step(shard, message, frames), frames)
+            self._heard(shard, self._answers.of_shard(shard, message, frames), frames)
         elif isinstance(message, Lacks):
             self._send_code(shard, set(message.packages))
         elif message.worker not in self._workers[shard]:
             raise ProtocolError(f"worker {message.worker} is not of shard {shard}")
         elif isinstance(message, Answer):
-            self._heard(shard, self._requests.take(message, frames), frames)
+            self._heard(shard, self._answers.of_worker(message, frames), frames)
         elif isinstance(message, Exited):
             if message.worker in self._running:
                 self._exited(message.worker, message.reason, message.tail)
@@ -340,7 +342,7 @@ class RemoteExecutor:
 
     def _exited(self, worker: int, reason: str, tail: str, cause: Cause = Cause.CRASHED) -> None:
         self._running.discard(worker)
-        self._requests.exited(worker)
+        self._answers.exited(worker)
         self._head.progress.forget(worker)
         self._events.append((worker, Exit(reason, tail, cause)))
 
@@ -388,7 +390,7 @@ class RemoteExecutor:
         if os.getpid() != self._owner:
             return  # a fork of the head: the nodes are the parent's
         deadline = time.monotonic() + timeout_s + _SCHEDULER_S
-        self._requests.free()
+        self._answers.free()
         try:
             if self._stop is not None:
                 self._stop(deadline)  # the head as well

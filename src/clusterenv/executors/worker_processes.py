@@ -53,6 +53,8 @@ class _Link:
         self.outbox = bytearray()
         self.pid = 0
         self.lost_at: float | None = None
+        self.killed_for = ""
+        """Why it was killed here, where its end would not say so."""
 
 
 class WorkerProcesses:
@@ -235,13 +237,23 @@ class WorkerProcesses:
         except ConnectionError:
             size = 0
         if size:
-            for message in link.reader.feed(self._scratch_view[:size]):
-                events.append((index, message))
+            events += [(index, message) for message in self._messages(index, link, size)]
         elif link.lost_at is None:
             # How it ended is known to the fork server, whose report follows at once.
             link.lost_at = self._losing[index] = time.monotonic()
             self._poller.unregister(link.sock)
             self._tell(("kill", index, False), [])
+
+    def _messages(self, index: int, link: _Link, size: int) -> list[Any]:
+        """Open what was read from a worker; one whose answer cannot be opened is killed, for it stays unanswered."""
+        data = self._scratch_view[:size]
+        while True:
+            try:
+                return link.reader.feed(data)
+            except Exception as error:  # unpickling runs code of the user's classes
+                link.killed_for = f"was killed: what it answered cannot be unpickled: {type(error).__name__}: {error}"
+                self._tell(("kill", index, False), [])
+                data = data[:0]
 
     def _read_control(self, events: list[tuple[int, Any]]) -> None:
         assert self._control is not None
@@ -276,7 +288,8 @@ class WorkerProcesses:
                 if link.lost_at is None:
                     self._read_worker(index, link, events)
                 self._forget(index)
-                events.append((index, Exit(how_it_ended(os.waitstatus_to_exitcode(status)), _untag(tail))))
+                reason = link.killed_for or how_it_ended(os.waitstatus_to_exitcode(status))
+                events.append((index, Exit(reason, _untag(tail))))
 
     def _server_died(self, events: list[tuple[int, Any]]) -> None:
         assert self._control is not None and self._server is not None

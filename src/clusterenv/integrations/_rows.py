@@ -1,16 +1,18 @@
-"""Batches back to one value per environment: infos (`{key: array, "_key": mask}`) and observations; pure."""
+"""Take batches apart: infos (`{key: array, "_key": mask}`) and observations of single environments. Pure."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
 
-__all__ = ["row_of", "rows_of"]
+from clusterenv.errors import SpecError
+from clusterenv.rollout import map_arrays
 
 
 def rows_of(infos: dict[str, Any], num_envs: int) -> list[dict[str, Any]]:
-    """One dict per environment, with the keys that its mask says it reported.
+    """Return one dict per environment, with the keys that its mask says it reported.
 
     >>> rows_of({"x": np.array([3, 0]), "_x": np.array([True, False])}, 2)
     [{'x': np.int64(3)}, {}]
@@ -28,9 +30,14 @@ def rows_of(infos: dict[str, Any], num_envs: int) -> list[dict[str, Any]]:
 
 
 def row_of(batch: Any, i: int) -> Any:
-    """The observation of one environment out of a batch of a Box, Dict or Tuple space."""
-    if isinstance(batch, dict):
-        return {key: row_of(value, i) for key, value in batch.items()}
-    if isinstance(batch, tuple):
-        return tuple(row_of(value, i) for value in batch)
-    return batch[i]
+    """Return the observation of one environment from a batch of a Box, Dict or Tuple space."""
+    return map_arrays(lambda values: values[i], batch)
+
+
+def check_same_step(envs: VectorEnv[Any, Any, Any], why: str) -> None:
+    """Raise SpecError, with the reason `why`, unless ended episodes are reset in the same step."""
+    mode = envs.metadata.get("autoreset_mode")
+    if mode != AutoresetMode.SAME_STEP:
+        raise SpecError(
+            f"{why}, but these environments have autoreset_mode={mode}: pass autoreset_mode=AutoresetMode.SAME_STEP"
+        )

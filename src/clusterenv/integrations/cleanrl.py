@@ -1,14 +1,13 @@
-"""CleanRL's scripts, and others written for Gymnasium 0.29's vector environments, on today's Gymnasium.
+"""Run CleanRL's scripts, and others written for Gymnasium 0.29's vector environments, on today's Gymnasium.
 
-Enters: the list of thunks that the script has already. Leaves: a `VectorEnv` whose infos look as they did
-then. Two lines of a script change:
+Two lines of a script change:
 
     from clusterenv.integrations import cleanrl
 
     envs = cleanrl.make([make_env(args.env_id, i, ...) for i in range(args.num_envs)])
 
 Gymnasium 1.0 moved the reset of an ended episode to the next step, renamed `final_observation` and batched
-`final_info`; scripts that do not know this train on wrong data without an error (cleanrl#499).
+`final_info`; scripts that were not adapted train on wrong data without an error (cleanrl#499).
 """
 
 from __future__ import annotations
@@ -20,14 +19,11 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from clusterenv.env import ClusterEnv
-from clusterenv.errors import SpecError
-from clusterenv.integrations._rows import row_of, rows_of
-
-__all__ = ["Gymnasium029", "make"]
+from clusterenv.integrations._rows import check_same_step, row_of, rows_of
 
 
 def make(env: Any, num_envs: int | None = None, **kwargs: Any) -> Gymnasium029:
-    """`ClusterEnv(env, num_envs, **kwargs)` as Gymnasium 0.29 would have shown it.
+    """Return `ClusterEnv(env, num_envs, **kwargs)` with the infos of Gymnasium 0.29.
 
     >>> import gymnasium as gym
     >>> envs = make([lambda: gym.make("CartPole-v1", max_episode_steps=1)] * 2)
@@ -54,12 +50,7 @@ class Gymnasium029(VectorWrapper):
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
         super().__init__(env)
-        mode = env.metadata.get("autoreset_mode")
-        if mode != AutoresetMode.SAME_STEP:
-            raise SpecError(
-                f"Gymnasium 0.29 reset ended episodes in the same step, but these environments have "
-                f"autoreset_mode={mode}: pass autoreset_mode=AutoresetMode.SAME_STEP"
-            )
+        check_same_step(env, "Gymnasium 0.29 reset ended episodes in the same step")
         self.single_observation_space = copy.deepcopy(env.single_observation_space)
         self.single_action_space = copy.deepcopy(env.single_action_space)
         self._obs: Any = None
@@ -83,16 +74,13 @@ class Gymnasium029(VectorWrapper):
 
     def _as_before_1_0(self, infos: dict[str, Any], done: Any, before: Any) -> dict[str, Any]:
         lost = ~infos.get("transition_valid", np.ones(self.num_envs, dtype=np.bool_))
-        ends = {
-            key: infos.get(f"_{key}", np.zeros(self.num_envs, dtype=np.bool_)) for key in ("final_obs", "final_info")
-        }
-        rows = rows_of(infos["final_info"], self.num_envs) if "final_info" in infos else []
+        rows = rows_of(infos, self.num_envs)
         final_obs = np.full(self.num_envs, None, dtype=object)
         final_info = np.full(self.num_envs, None, dtype=object)
         for i in np.flatnonzero(done):
-            final_obs[i] = infos["final_obs"][i] if ends["final_obs"][i] else row_of(before, int(i))
-            if ends["final_info"][i] and not lost[i]:
-                final_info[i] = rows[i]
+            final_obs[i] = rows[i]["final_obs"] if "final_obs" in rows[i] else row_of(before, int(i))
+            if not lost[i]:
+                final_info[i] = rows[i].get("final_info")
         kept = {key: v for key, v in infos.items() if key not in ("final_obs", "_final_obs")}
         return {
             **kept,

@@ -1,8 +1,7 @@
-"""EnvPool's C++ environments inside ClusterEnv's workers.
+"""Run EnvPool's C++ environments inside ClusterEnv's workers.
 
-Enters: an EnvPool task id. Leaves: a `Vector`, from which every worker builds one pool for its slots. EnvPool
-alone stops at one machine, and two of its processes made with the same arguments play the same episodes; here
-each slot of the whole run has a seed of its own.
+Every worker builds one pool for its slots. EnvPool alone stops at one machine, and two of its processes made with the
+same arguments play the same episodes; here each slot of the whole run has its own seed.
 
     from clusterenv import ClusterEnv
     from clusterenv.integrations.envpool import envpool
@@ -14,10 +13,10 @@ EnvPool is needed where the workers run, not where the learner runs.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,19 +24,18 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from clusterenv.errors import ClosedError, SpecError, UsageError
+from clusterenv.rollout import map_arrays
 from clusterenv.spec import Vector
-
-__all__ = ["EnvPoolVectorEnv", "envpool"]
 
 _OURS = frozenset({"num_envs", "batch_size", "seed", "env_type", "gym_reset_return_info"})
 _INT32 = 2**31
 
 
 def envpool(task_id: str, *, num_threads: int = 1, info_keys: Sequence[str] = (), **kwargs: Any) -> Vector:
-    """EnvPool environments for `ClusterEnv`; `kwargs` go to `envpool.make`, `num_threads` is per worker.
+    """Return EnvPool environments for `ClusterEnv`; `kwargs` go to `envpool.make`, `num_threads` is per worker.
 
     Only the infos of `info_keys` leave the worker: EnvPool has some in every step (`elapsed_step`, Atari's
-    128 bytes of `ram`), and carrying them can cost as much as the stepping.
+    128 bytes of `ram`), and sending them can cost as much as the stepping.
 
     >>> from clusterenv import ClusterEnv
     >>> with ClusterEnv(envpool("CartPole-v1", max_episode_steps=200), num_envs=8) as envs:
@@ -46,25 +44,8 @@ def envpool(task_id: str, *, num_threads: int = 1, info_keys: Sequence[str] = ()
     """
     if taken := sorted(_OURS & kwargs.keys()):
         raise SpecError(f"{', '.join(taken)}: set by ClusterEnv for every worker; leave it out of envpool(...)")
-    return Vector(_MakePool(task_id, num_threads, tuple(info_keys), kwargs))
-
-
-@dataclass(frozen=True)
-class _MakePool:
-    task_id: str
-    num_threads: int
-    info_keys: tuple[str, ...]
-    kwargs: dict[str, Any]
-
-    def __call__(self, num_envs: int, seeds: list[int]) -> EnvPoolVectorEnv:
-        return EnvPoolVectorEnv(
-            self.task_id,
-            num_envs,
-            seeds=seeds,
-            num_threads=self.num_threads,
-            info_keys=self.info_keys,
-            **self.kwargs,
-        )
+    options = {"num_threads": num_threads, "info_keys": tuple(info_keys), **kwargs}
+    return Vector(functools.partial(EnvPoolVectorEnv, task_id, **options))
 
 
 class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
@@ -78,8 +59,8 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         self,
         task_id: str,
         num_envs: int,
-        *,
         seeds: Sequence[int],
+        *,
         num_threads: int = 1,
         info_keys: Sequence[str] = (),
         **kwargs: Any,
@@ -101,10 +82,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.render_mode = kwargs.get("render_mode")
-        self.metadata = {
-            "render_modes": ["rgb_array", "human"],
-            "autoreset_mode": AutoresetMode.NEXT_STEP,
-        }
+        self.metadata = {"render_modes": ["rgb_array", "human"], "autoreset_mode": AutoresetMode.NEXT_STEP}
         # Built by the first reset: its seeds decide, and an Atari or MuJoCo pool is not built twice.
         self._pool: Any = None
         self._obs: Any = None
@@ -162,18 +140,19 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
             raise UsageError(f"reset_mask must be [{self.num_envs}] booleans with one of them true, got {mask}")
         obs, infos = self._pool.reset(rows)
         self._obs = _placed(self._obs, obs, rows)
-        placed = {}
-        for key in self._info_keys:
-            value = infos[key]
-            placed[key] = _placed(np.zeros((self.num_envs, *value.shape[1:]), value.dtype), value, rows)
-            placed[f"_{key}"] = mask.copy()
-        return self._obs, placed
+        placed = {
+            key: _placed(np.zeros((self.num_envs, *value.shape[1:]), value.dtype), value, rows)
+            for key, value in infos.items()
+            if key in self._info_keys
+        }
+        return self._obs, self._masked(placed, mask)
 
-    def _masked(self, infos: dict[str, Any]) -> dict[str, Any]:
+    def _masked(self, infos: dict[str, Any], mask: Any = True) -> dict[str, Any]:
+        """Return the wanted infos, with masks as Gymnasium has them."""
         masked: dict[str, Any] = {}
         for key in self._info_keys:
             masked[key] = infos[key]
-            masked[f"_{key}"] = np.ones(self.num_envs, dtype=np.bool_)
+            masked[f"_{key}"] = np.full(self.num_envs, mask, dtype=np.bool_)
         return masked
 
     def _checked(self, seed: int | Sequence[int | None]) -> list[int]:
@@ -187,19 +166,19 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
 
 
 def _placed(old: Any, new: Any, rows: Any) -> Any:
-    """A copy of `old` in which `rows` are replaced; EnvPool answers a partial reset with those rows only."""
-    if isinstance(old, dict):
-        return {key: _placed(old[key], new[key], rows) for key in old}
-    if isinstance(old, tuple):
-        return tuple(_placed(o, n, rows) for o, n in zip(old, new, strict=True))
-    out = old.copy()
-    out[rows] = new
-    return out
+    """Return a copy of `old` with `rows` replaced; EnvPool answers a partial reset with those rows only."""
+
+    def place(whole: Any, part: Any) -> Any:
+        out = whole.copy()
+        out[rows] = part
+        return out
+
+    return map_arrays(place, old, new)
 
 
 @contextmanager
 def _quiet_spaces() -> Iterator[None]:
-    """Without Gymnasium's warning about the float64 bounds that EnvPool gives its float32 boxes."""
+    """Suppress Gymnasium's warning about the float64 bounds that EnvPool gives its float32 boxes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*precision lowered by casting")
         yield

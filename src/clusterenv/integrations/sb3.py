@@ -1,6 +1,6 @@
-"""Stable-Baselines3 trains on a cluster of environments.
+"""Train with Stable-Baselines3 on a cluster of environments.
 
-Enters: a Gymnasium `VectorEnv` that autoresets in the same step. Leaves: an SB3 `VecEnv`, for any algorithm:
+A Gymnasium `VectorEnv` that autoresets in the same step becomes an SB3 `VecEnv`, for any algorithm:
 
     from stable_baselines3 import PPO
     from clusterenv.integrations.sb3 import make_sb3
@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from clusterenv.env import ClusterEnv
 from clusterenv.errors import EnvError, SpecError
-from clusterenv.integrations._rows import row_of, rows_of
+from clusterenv.integrations._rows import check_same_step, row_of, rows_of
 
 try:
     from stable_baselines3.common.monitor import Monitor
@@ -29,13 +29,11 @@ try:
 except ImportError as error:
     raise ImportError('Stable-Baselines3 is not installed: pip install "clusterenv[sb3]"') from error
 
-__all__ = ["SB3VecEnv", "make_sb3"]
-
 Indices = int | Iterable[int] | None
 
 
 def make_sb3(env: Any, num_envs: int | None = None, *, monitor: bool = True, **kwargs: Any) -> VecEnv:
-    """`ClusterEnv(env, num_envs, **kwargs)` for Stable-Baselines3.
+    """Return `ClusterEnv(env, num_envs, **kwargs)` for Stable-Baselines3.
 
     As SB3's `make_vec_env`, it records the episodes' returns and lengths, unless the environments have SB3's
     `Monitor` already or `monitor=False`.
@@ -65,12 +63,7 @@ class SB3VecEnv(VecEnv):
     """
 
     def __init__(self, envs: VectorEnv[Any, Any, Any]) -> None:
-        mode = envs.metadata.get("autoreset_mode")
-        if mode != AutoresetMode.SAME_STEP:
-            raise SpecError(
-                f"Stable-Baselines3 wants ended episodes reset in the same step, but these environments have "
-                f"autoreset_mode={mode}: pass autoreset_mode=AutoresetMode.SAME_STEP"
-            )
+        check_same_step(envs, "Stable-Baselines3 wants ended episodes reset in the same step")
         self.envs: Any = envs
         self._actions: Any = None
         self._obs: Any = None
@@ -104,7 +97,7 @@ class SB3VecEnv(VecEnv):
         return self._obs, np.asarray(rewards, dtype=np.float32), dones, rows
 
     def _ended(self, i: int, row: dict[str, Any], before: Any) -> dict[str, Any]:
-        """The info of the step that ended; what else the row had belongs to the reset that followed."""
+        """Return the info of the step that ended; the rest of the row belongs to the reset that followed."""
         timeout = row.pop("TimeLimit.truncated")
         last = row.pop("final_obs", None)
         ended: dict[str, Any] = row.pop("final_info", {})
@@ -167,14 +160,14 @@ class SB3VecEnv(VecEnv):
     def env_is_wrapped(
         self, wrapper_class: type[gym.Wrapper[Any, Any, Any, Any]], indices: Indices = None
     ) -> list[bool]:
-        """Whether each environment has that wrapper; told by name, as the objects stay on the workers."""
+        """Return whether each environment has that wrapper, by its name: the objects stay on the workers."""
         names = _names(wrapper_class)
         texts = self.envs.call("__str__")
         return [not names.isdisjoint(_wrappers(texts[i])) for i in self._get_indices(indices)]
 
 
 class _WholeEpisodesMonitor(VecMonitor):
-    """SB3's `VecMonitor`, less the episodes that were lost with an environment or a worker."""
+    """SB3's `VecMonitor` without the episodes that were lost with an environment or a worker."""
 
     def step_wait(self) -> tuple[Any, Any, Any, list[dict[str, Any]]]:
         obs, rewards, dones, infos = super().step_wait()
@@ -190,6 +183,6 @@ def _names(cls: type) -> set[str]:
 
 
 def _wrappers(text: str) -> list[str]:
-    """The names in `<TimeLimit<OrderEnforcing<CartPoleEnv<CartPole-v1>>>>`, as Gymnasium prints it."""
+    """Return the names in `<TimeLimit<OrderEnforcing<CartPoleEnv<CartPole-v1>>>>`, as Gymnasium prints it."""
     nested = re.match(r"(?:<\w+)*", text)
     return nested.group().split("<")[1:] if nested else []

@@ -1,19 +1,24 @@
 """Where fragments lie in shared memory: T steps of all slots, on several sides: one fills while another is read.
 
-Workers write their own columns; the head reads whole arrays. A sparse memfd: a side that is never used costs nothing.
+`FragmentArrays` is the one list of a fragment's arrays: their places in memory, what travels, and what an answer is
+checked for follow from it. Workers write their own columns; the head reads whole arrays. A sparse memfd: a side that is
+never used costs nothing.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from clusterenv.memory.rows import Leaf
 
-__all__ = ["Arena", "ArenaLayout", "Side"]
+__all__ = ["Arena", "ArenaLayout", "ArraySpec", "FragmentArrays", "Side", "specs_of"]
 
 _ALIGN = 64
 
@@ -29,49 +34,129 @@ class ArenaLayout:
     """Columns of action masks, 0 where the policy has none."""
     num_sides: int = 2
 
-    def arrays(self) -> list[tuple[tuple[int, ...], str]]:
-        """(shape, dtype) of each array of one side."""
-        rows = (self.num_steps, self.num_envs)
-        flags = [(rows, "|b1")] * 4
-        masks = [((*rows, self.num_masks), "|b1")]
-        obs = [((self.num_steps + 1, self.num_envs, *leaf.shape), str(leaf.dtype)) for leaf in self.obs]
-        return [
-            ((*rows, *self.action.shape), str(self.action.dtype)),
-            (rows, "<f8"),
-            (rows, "<f4"),
-            *flags,
-            *masks,
-            *obs,
-        ]
+    def shape(self, spec: ArraySpec) -> tuple[int, ...]:
+        return (self.num_steps + spec.extra_rows, self.num_envs, *spec.shape)
 
     @property
     def side_bytes(self) -> int:
-        total = sum(_aligned(shape, dtype) for shape, dtype in self.arrays())
+        total = sum(self.aligned_bytes(spec) for spec in specs_of(self))
         return total + -total % mmap.PAGESIZE
 
     @property
     def size(self) -> int:
         return self.num_sides * self.side_bytes
 
+    def aligned_bytes(self, spec: ArraySpec) -> int:
+        size = spec.bytes(self.num_steps, self.num_envs)
+        return size + -size % _ALIGN
 
-def _aligned(shape: tuple[int, ...], dtype: str) -> int:
-    size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    return size + -size % _ALIGN
+
+class _Field(NamedTuple):
+    values: Callable[[ArenaLayout], tuple[Leaf, ...]]
+    """What a slot has in one row."""
+    extra_rows: int = 0
+    is_list: bool = False
+    """One array for each leaf of a space."""
 
 
-class Side:
+def _each_step(dtype: str) -> Any:
+    leaf = Leaf((), (), dtype)
+    return _Field(lambda layout: (leaf,))
+
+
+class FragmentArrays:
+    """The arrays of a fragment, in the order in which they lie in memory and travel.
+
+    To add one, add a line here, write it in the worker's loop, and read it where rollouts are assembled.
+    """
+
+    actions: Any = _Field(lambda layout: (layout.action,))
+    rewards: Any = _each_step("<f8")
+    logprobs: Any = _each_step("<f4")
+    terminations: Any = _each_step("|b1")
+    truncations: Any = _each_step("|b1")
+    valid: Any = _each_step("|b1")
+    starts: Any = _each_step("|b1")
+    """Whether the row is the first of an episode."""
+    masks: Any = _Field(lambda layout: (Leaf((), (layout.num_masks,), "|b1"),))
+    obs: Any = _Field(lambda layout: layout.obs, extra_rows=1, is_list=True)
+    """[T + 1, N, ...] per leaf; row t + 1 is the observation after step t."""
+
+    def __init__(self, specs: Sequence[ArraySpec], arrays: Iterable[Any]) -> None:
+        self.specs = specs
+        self.arrays = list(arrays)
+        """[T, N, ...] each, in the order of `specs`."""
+        values: dict[str, Any] = {name: [] for name in _LISTS}
+        for spec, array in zip(specs, self.arrays, strict=True):
+            if spec.field in _LISTS:
+                values[spec.field].append(array)
+            else:
+                values[spec.field] = array
+        vars(self).update(values)
+
+    def part(self, num_steps: int, columns: slice) -> list[Any]:
+        """Return views of the first steps of some columns, in the order of `specs`."""
+        return [
+            array[: num_steps + spec.extra_rows, columns] for spec, array in zip(self.specs, self.arrays, strict=True)
+        ]
+
+    def lose(self, t: int, k: Any) -> None:
+        """Flag the rows from t on of these columns as lost."""
+        if t < len(self.valid):
+            self.valid[t:, k] = False
+            self.rewards[t:, k] = 0.0
+            self.terminations[t:, k] = False
+            self.truncations[t:, k] = False
+            self.truncations[t, k] = True
+
+    def lose_unplayed(self, t: int) -> None:
+        """Flag the rows from t on as lost, in which nothing was written since an earlier fragment."""
+        self.starts[t:] = False
+        self.logprobs[t:] = 0.0
+        self.lose(t, slice(None))
+
+
+_FIELDS: dict[str, _Field] = {name: field for name, field in vars(FragmentArrays).items() if isinstance(field, _Field)}
+_LISTS = frozenset(name for name, field in _FIELDS.items() if field.is_list)
+
+
+class ArraySpec(NamedTuple):
+    """One array of a fragment."""
+
+    field: str
+    extra_rows: int
+    """Rows beyond those of its steps."""
+    shape: tuple[int, ...]
+    """Of what one slot has in one row."""
+    dtype: np.dtype[Any]
+    slot_bytes: int
+    """Bytes of one slot in one row."""
+
+    def bytes(self, num_steps: int, columns: int) -> int:
+        return (num_steps + self.extra_rows) * columns * self.slot_bytes
+
+
+@lru_cache(maxsize=16)
+def specs_of(layout: ArenaLayout) -> tuple[ArraySpec, ...]:
+    """Return the arrays that fragments of this layout have."""
+    specs = []
+    for name, field in _FIELDS.items():
+        for leaf in field.values(layout):
+            dtype = np.dtype(leaf.dtype)
+            specs.append(ArraySpec(name, field.extra_rows, leaf.shape, dtype, math.prod(leaf.shape) * dtype.itemsize))
+    return tuple(specs)
+
+
+class Side(FragmentArrays):
     """The arrays of one side."""
 
     def __init__(self, layout: ArenaLayout, memory: mmap.mmap, at: int) -> None:
-        arrays: list[Any] = []
-        for shape, dtype in layout.arrays():
-            count = int(np.prod(shape, dtype=np.int64))
-            arrays.append(np.frombuffer(memory, dtype=dtype, count=count, offset=at).reshape(shape))
-            at += _aligned(shape, dtype)
-        self.actions, self.rewards, self.logprobs = arrays[:3]
-        self.terminations, self.truncations, self.valid, self.starts, self.masks = arrays[3:8]
-        self.obs: list[Any] = arrays[8:]
-        """[T + 1, N, ...] per leaf; row t + 1 is the observation after step t."""
+        specs, arrays = specs_of(layout), []
+        for spec in specs:
+            shape = layout.shape(spec)
+            arrays.append(np.frombuffer(memory, spec.dtype, math.prod(shape), at).reshape(shape))
+            at += layout.aligned_bytes(spec)
+        super().__init__(specs, arrays)
 
 
 class Arena:

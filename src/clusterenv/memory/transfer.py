@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from clusterenv.errors import ProtocolError
-from clusterenv.memory.fragments import ArenaLayout, Side
+from clusterenv.memory.fragments import ArenaLayout, ArraySpec, FragmentArrays, Side, specs_of
 from clusterenv.memory.rows import Buffers, Layout
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "read_inputs",
     "read_rows",
     "row_bytes",
+    "view_fragment",
     "write_fragment",
     "write_inputs",
     "write_rows",
@@ -78,11 +79,7 @@ def check_rows(each: int, count: int, data: Any) -> None:
 
 def fragment_sizes(layout: ArenaLayout, columns: int, num_steps: int) -> list[int]:
     """Return the bytes of each array of so many columns and steps, in the order of `read_fragment`."""
-    sizes = []
-    for shape, dtype in layout.arrays():
-        steps = num_steps + shape[0] - layout.num_steps  # one more for observations
-        sizes.append(steps * columns * math.prod(shape[2:]) * np.dtype(dtype).itemsize)
-    return sizes
+    return [spec.bytes(num_steps, columns) for spec in specs_of(layout)]
 
 
 class Block:
@@ -136,21 +133,29 @@ def _spread(views: list[memoryview], data: Any) -> None:
 
 def read_fragment(side: Side, columns: slice, num_steps: int) -> list[memoryview]:
     """One worker's columns, an array each."""
-    return [_contiguous(array[:length, columns]) for array, length in _arrays(side, num_steps)]
+    return [_contiguous(array) for array in side.part(num_steps, columns)]
 
 
-def write_fragment(side: Side, columns: slice, num_steps: int, parts: Sequence[Any]) -> None:
-    targets = [array[:length, columns] for array, length in _arrays(side, num_steps)]
-    if [len(part) for part in parts] != [target.nbytes for target in targets]:
+def view_fragment(specs: Sequence[ArraySpec], columns: int, num_steps: int, parts: Sequence[Any]) -> FragmentArrays:
+    """Return arrays over the bytes of `read_fragment`, where they lie."""
+    if [len(part) for part in parts] != [spec.bytes(num_steps, columns) for spec in specs]:
         raise ProtocolError("a fragment whose arrays do not have the sizes of its layout")
-    for target, part in zip(targets, parts, strict=True):
-        target[...] = np.frombuffer(part, dtype=target.dtype).reshape(target.shape)
+    return FragmentArrays(
+        specs,
+        [
+            np.frombuffer(part, spec.dtype).reshape(num_steps + spec.extra_rows, columns, *spec.shape)
+            for spec, part in zip(specs, parts, strict=True)
+        ],
+    )
 
 
-def _arrays(side: Side, num_steps: int) -> list[tuple[Any, int]]:
-    rows = [side.actions, side.rewards, side.logprobs]
-    rows += [side.terminations, side.truncations, side.valid, side.starts, side.masks]
-    return [(array, num_steps) for array in rows] + [(array, num_steps + 1) for array in side.obs]
+def write_fragment(side: Side, columns: slice, num_steps: int, done: int, parts: Sequence[Any]) -> None:
+    """Write the steps of a fragment that are done; the others are flagged as lost."""
+    received = view_fragment(side.specs, columns.stop - columns.start, done, parts)
+    for target, values in zip(side.part(done, columns), received.arrays, strict=True):
+        target[...] = values
+    if done < num_steps:
+        FragmentArrays(side.specs, side.part(num_steps, columns)).lose_unplayed(done)
 
 
 def _contiguous(array: Any) -> memoryview:

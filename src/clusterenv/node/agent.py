@@ -1,8 +1,8 @@
 """The node agent: one process per machine, between the head and this machine's workers. Runs no user code.
 
-Started by a backend as `clusterenv node --join FILE`. It dials the head, takes the shards that it is given, and hands
-messages on. A connection that ends ends the session: its workers are dropped, and the agent joins anew until its lease
-on the head has run out.
+Started by a backend as `clusterenv node --join FILE`. It connects to the head, hosts the shards that it is assigned,
+and passes messages on. When the connection ends, the session is over: the agent ends its workers, and joins again
+until its lease on the head has run out.
 """
 
 from __future__ import annotations
@@ -36,62 +36,35 @@ from clusterenv.system.cpus import usable_cores
 from clusterenv.system.exits import NEVER
 from clusterenv.transport.keys import Joining, KeyPair
 from clusterenv.transport.sockets import NodeSocket
+from clusterenv.wire import messages
 from clusterenv.wire.frames import CHUNK, PIECE_LEAST, node_reader, to_wire
-from clusterenv.wire.messages import (
-    PROTOCOL,
-    AssignShard,
-    Beat,
-    Bye,
-    Chunk,
-    Code,
-    Failed,
-    Fragments,
-    Hello,
-    Kill,
-    Lacks,
-    Leave,
-    Offer,
-    Output,
-    Refused,
-    Rows,
-    Start,
-    StepAll,
-    ToWorker,
-    TraceStack,
-    Welcome,
-    Withdrawn,
-)
-
-__all__ = ["FAILED", "NEVER", "Agent"]
 
 FAILED = 1
-"""Exit code: the head ended by an exception, or is gone for longer than the lease."""
+"""Exit code: the head ended by an exception, or was gone for longer than the lease."""
 
-_TO_SEND = 1 / 3
-"""The share of the scheduler's grace period that is kept for sending what workers have finished."""
+_TO_SEND = 1 / 3  # the share of the grace period that is kept for sending what workers have finished
 
-_LINGER_S = 1.0
-"""How long the last messages may take; when the scheduler has asked it to leave, the end of its grace period."""
+_LINGER_S = 1.0  # how long the last messages may take: within the grace period, its end
 
 _RETRY_S, _ANSWER_S = 0.5, 10.0
 _SILENT = "the head does not answer"
 
 
 class _AwaitsCode(NamedTuple):
-    """A shard that cannot start before the head has sent what this node lacks."""
+    """A shard that cannot start before the head has sent the packages that this node lacks."""
 
-    host: AssignShard
+    host: messages.AssignShard
     payload: bytes
     folders: dict[str, str]
-    messages: list[tuple[Any, list[Any]]]  # what the head said to it meanwhile
+    messages: list[tuple[Any, list[Any]]]  # for the shard, received meanwhile
 
 
 class Agent:
     """
     Args:
-        lease_s: how long to go on without a head; a head that answers says it anew.
-        dead_after_s: a connection over which nothing comes for so long is given up.
-        allow_pickle: take pickled code.
+        lease_s: how long to go on without a head; replaced by the head's own value.
+        dead_after_s: a connection that is silent for so long is closed.
+        allow_pickle: accept pickled code.
         grace_s: how long this process has from SIGTERM until it is killed.
     """
 
@@ -113,7 +86,7 @@ class Agent:
         self._versions = versions.installed()
         self._weights = WeightStore(self._say)
         self._shards: dict[int, Shard] = {}
-        self._closing: list[threading.Thread] = []  # in which shards that were given up end their workers
+        self._closing: list[threading.Thread] = []  # in which unassigned shards end their workers
         self._heard_at = 0.0
         self._awaiting: dict[int, _AwaitsCode] = {}
         self._socket: NodeSocket | None = None
@@ -154,7 +127,7 @@ class Agent:
                 if problem is not None:
                     waited = time.monotonic() - last_there
                     if self._session and not problem.is_refusal:
-                        # Its machine is gone, or cannot be reached: it was silent before the connection was given up.
+                        # Its machine is gone or unreachable: count the silence before the connection was closed.
                         waited += min(self._silence_s, last_there - self._heard_at)
                     if waited > self._patience_s or self._leaving is not None:
                         emit(logging.ERROR, f"no head for {waited:.0f} s: {problem.text}")
@@ -171,11 +144,11 @@ class Agent:
             if ended == "refused":
                 emit(logging.ERROR, f"{self._joining.address} does not know this node's key: it is of another run")
                 return NEVER
-            emit(logging.WARNING, f"the connection to the head is gone ({ended}); joining anew")
+            emit(logging.WARNING, f"the connection to the head is gone ({ended}); joining again")
             self._hang_up()
             if not self._is_welcome:
                 time.sleep(_RETRY_S)
-                # A head that is suspended takes connections, and is silent; where nobody is, they end.
+                # A suspended head accepts connections and is silent; without a head they end.
                 patience_s = self._lease_s if ended == _SILENT else self._patience_s
                 if time.monotonic() - last_there > patience_s:
                     emit(logging.ERROR, f"{self._joining.address} is not the head that this key file names")
@@ -184,18 +157,18 @@ class Agent:
 
     @property
     def _patience_s(self) -> float:
-        """How long to try: for a head that was there, as long as the lease; one that never was gets less."""
+        """How long to try to connect: the lease if the head was there before, less if it never was."""
         return self._lease_s if self._session else min(self._lease_s, _ANSWER_S)
 
     @property
     def _silence_s(self) -> float:
-        """A connection over which nothing comes for so long is given up."""
+        """A connection that is silent for so long is closed."""
         return min(self._dead_after_s, self._lease_s)
 
     # -- the connection ---------------------------------------------------------------------------------------
 
     def _dial(self) -> Unreachable | None:
-        """Open a connection and introduce this node; returns why the head cannot be reached, if so."""
+        """Connect and send Hello; returns why the head cannot be reached, if so."""
         address = resolve(self._joining.address)
         if isinstance(address, Unreachable):
             return address
@@ -205,8 +178,8 @@ class Agent:
         self._reader = node_reader()
         self._asked_at = time.monotonic()
         self._is_welcome = self._is_refused = False
-        hello = Hello(
-            PROTOCOL,
+        hello = messages.Hello(
+            messages.PROTOCOL,
             __version__,
             ".".join(map(str, sys.version_info[:2])),
             gymnasium.__version__,
@@ -229,11 +202,14 @@ class Agent:
             self._socket = None
 
     def _say(self, message: Any, payload: Sequence[Any] = ()) -> None:
-        if isinstance(message, Output) and not self._output.passes(message, time.monotonic()):
+        if isinstance(message, messages.Output) and not self._output.passes(message, time.monotonic()):
             return
+        if isinstance(message, (messages.Beat, messages.Bye)):
+            for report in self._output.unreported():
+                self._say(report)
         if self._socket is not None:
             is_large = sum(map(len, payload)) > PIECE_LEAST
-            # On a slow link a large piece takes so long that this node would be taken for dead meanwhile.
+            # On a slow link, no heartbeat gets past a large piece in time: the head would take this node for dead.
             piece = min(CHUNK, max(PIECE_LEAST, int(self._socket.bytes_per_s()))) if is_large else CHUNK
             for frames in to_wire(self._session, message, payload, piece):
                 self._socket.send(frames)
@@ -241,13 +217,13 @@ class Agent:
     # -- the loop ---------------------------------------------------------------------------------------------
 
     def _advance(self) -> str | None:
-        """Wait for something, and hand it on; returns why the connection is gone, if it is."""
+        """Wait for messages and handle them; returns why the connection is gone, if it is."""
         socket = self._socket
         assert socket is not None
         now = time.monotonic()
         if self._is_welcome and now >= self._next_beat:
             self._next_beat = now + self._beat_s
-            self._say(Beat(tuple(entry for shard in self._shards.values() for entry in shard.progress())))
+            self._say(messages.Beat(tuple(entry for shard in self._shards.values() for entry in shard.progress())))
         if not self._is_welcome and now - self._asked_at > _ANSWER_S:
             return _SILENT
         if self._leaving is not None and self._has_left(now):
@@ -258,89 +234,66 @@ class Agent:
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
-        for frames in socket.receive(ready):
-            self._heard_at = time.monotonic()
-            try:
+        try:
+            for frames in socket.receive(ready):
+                self._heard_at = time.monotonic()
                 said = self._reader.read(frames)
                 if said is not None:
                     self._handle(*said)
-            except ProtocolError as error:
-                return f"it speaks another language: {error}"
-        for shard in list(self._shards.values()):
-            if shard.fileno() in ready:
-                shard.take()
+            for shard in list(self._shards.values()):
+                if shard.fileno() in ready:
+                    shard.take()
+        except ProtocolError as error:
+            return f"it speaks another language: {error}"
         if self._is_refused and self._exit is None:
             time.sleep(_RETRY_S)
             return "it says: come again"
         return socket.ended(ready)
 
     def _handle(self, session: int, message: Any, frames: list[Any]) -> None:
-        if isinstance(message, Welcome):
+        if isinstance(message, messages.Welcome):
             self._session, self._is_welcome = message.session, True
             self._beat_s, self._lease_s = message.beat_s, message.lease_s
             emit(logging.INFO, f"joined the run at {self._joining.address} as node {self._joining.node}")
             return
-        if isinstance(message, Refused):
+        if isinstance(message, messages.Refused):
             emit(logging.ERROR, f"the head refuses this node: {message.reason}")
             if message.final:
                 self._exit = NEVER
             self._is_refused = True
             return
-        if session != self._session:
-            return  # of a session that is over
-        if isinstance(message, Leave):
+        if session == self._session:
+            self._handle_in_session(message, frames)
+
+    def _handle_in_session(self, message: Any, frames: list[Any]) -> None:
+        if isinstance(message, messages.Leave):
             if message.shard < 0:
                 emit(logging.ERROR if message.failed else logging.INFO, message.reason)
                 self._exit = FAILED if message.failed else 0
             else:
                 self._drop(message.shard, 1.0)
-        elif isinstance(message, AssignShard):
+        elif isinstance(message, messages.AssignShard):
             self._host(message, bytes(frames[0]))
-        elif isinstance(message, Code):
+        elif isinstance(message, messages.Code):
             self._code_came(message.shard, bytes(frames[0]))
-        elif isinstance(message, (Offer, Chunk, Withdrawn)):
-            self._weight_message(message, frames)
+        elif isinstance(message, (messages.Offer, messages.Chunk, messages.Withdrawn)):
+            self._weights.take(message, frames, time.monotonic())
+            for shard in self._shards.values():
+                shard.go_on()
         elif message.shard in self._awaiting:
             self._awaiting[message.shard].messages.append((message, frames))
         elif message.shard in self._shards:
-            self._shard_message(self._shards[message.shard], message, frames)
+            self._shards[message.shard].handle(message, frames)
 
-    def _weight_message(self, message: Offer | Chunk | Withdrawn, frames: list[Any]) -> None:
-        now = time.monotonic()
-        if isinstance(message, Chunk):
-            self._weights.chunk(message, frames[0], now)
-        elif isinstance(message, Offer):
-            self._weights.offer(message, now)
-        else:
-            self._weights.withdrawn(message.weights, now)
-        for shard in self._shards.values():
-            shard.go_on()
-
-    def _shard_message(self, shard: Shard, message: Any, frames: list[Any]) -> None:
-        if isinstance(message, ToWorker):
-            shard.tell(message, frames)
-        elif isinstance(message, StepAll):
-            shard.ring(message, frames)
-        elif isinstance(message, Start):
-            shard.start(message.worker)
-        elif isinstance(message, Kill):
-            shard.kill(message.worker)
-        elif isinstance(message, TraceStack):
-            shard.stack(message.worker)
-        elif isinstance(message, Rows):
-            shard.rows(frames[0])
-        elif isinstance(message, Fragments):
-            shard.fragments(frames[0])
-
-    def _host(self, host: AssignShard, payload: bytes) -> None:
+    def _host(self, host: messages.AssignShard, payload: bytes) -> None:
         if not self._allow_pickle and (host.packages or not host.is_named):
-            self._say(Failed(host.shard, "this node takes no pickled code (--no-pickle)"))
+            self._say(messages.Failed(host.shard, "this node takes no pickled code (--no-pickle)"))
             return
         self._drop(host.shard, 0.0)
         folders, lacking = compare(host.packages)
         if lacking:
             self._awaiting[host.shard] = _AwaitsCode(host, payload, folders, [])
-            self._say(Lacks(host.shard, lacking))
+            self._say(messages.Lacks(host.shard, lacking))
         else:
             self._start_shard(host, payload, Delivered(folders, b""))
 
@@ -351,13 +304,13 @@ class Agent:
         self._start_shard(waiting.host, waiting.payload, Delivered(waiting.folders, archive))
         for message, frames in waiting.messages:
             if number in self._shards:
-                self._shard_message(self._shards[number], message, frames)
+                self._shards[number].handle(message, frames)
 
-    def _start_shard(self, host: AssignShard, payload: bytes, delivered: Delivered) -> None:
+    def _start_shard(self, host: messages.AssignShard, payload: bytes, delivered: Delivered) -> None:
         try:
             shard = self._shards[host.shard] = Shard(host, payload, delivered, self._say, self._weights)
         except StartError as error:
-            self._say(Failed(host.shard, str(error), is_code=False))
+            self._say(messages.Failed(host.shard, str(error), is_code=False))
             return
         self._poller.register(shard.fileno(), zmq.POLLIN)
         slots = [slot for _, its in host.workers for slot in its]
@@ -372,17 +325,17 @@ class Agent:
                 shard.stop_early()
 
     def _has_left(self, now: float) -> bool:
-        """Say goodbye when the workers are done, or it is time to. Returns whether to end without the head's answer.
+        """Send Bye once the workers are done or the time is up. Returns whether to end without the head's answer.
 
-        The head answers when all that was said before has come: what lies in the buffers of a connection is lost when
-        this process ends.
+        The head answers after it has received everything sent before: what is still in the connection's buffers would
+        be lost when this process ends.
         """
         assert self._leaving is not None
         since = now - self._leaving
         is_busy = any(shard.is_busy for shard in self._shards.values())
         if not self._has_said_bye and (not is_busy or since > self._grace_s * (1 - _TO_SEND)):
             self._has_said_bye = True
-            self._say(Bye("preempted"))
+            self._say(messages.Bye("preempted"))
         return not self._is_welcome or since > self._grace_s - _LINGER_S
 
     def _drop(self, number: int, timeout_s: float) -> None:
@@ -390,7 +343,7 @@ class Agent:
         shard = self._shards.pop(number, None)
         if shard is not None:
             self._poller.unregister(shard.fileno())
-            # Not here: workers that do not end would keep this loop from saying that the node is alive.
+            # In a thread: workers that do not end would hold up this loop, and with it the heartbeats.
             thread = threading.Thread(target=shard.close, args=(timeout_s,), name="clusterenv-shard")
             thread.start()
             self._closing = [*(other for other in self._closing if other.is_alive()), thread]

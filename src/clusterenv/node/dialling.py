@@ -1,4 +1,4 @@
-"""Find the head by a plain connection, which tells at once what is wrong: ZeroMQ would try for ever."""
+"""Find the head by a plain TCP connection, whose errors are immediate: ZeroMQ would try for ever."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ import socket
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-__all__ = ["Unreachable", "resolve"]
-
 _DIAL_S = 3.0
 
 
 class Unreachable(NamedTuple):
-    """Why the head cannot be dialled."""
+    """Why no connection to the head can be made."""
 
     text: str
-    is_refusal: bool
-    """Its machine answers; the head does not listen there any more."""
+    is_refusal: bool  # the head's machine answers, but nobody listens there
 
 
 def resolve(address: str) -> str | Unreachable:
-    """Return the address that answers: of a name with several, ZeroMQ might take another."""
+    """Return the address that answers: for a name with several addresses, ZeroMQ might choose another."""
     parts = urlsplit(address)
     try:
         with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=_DIAL_S) as found:

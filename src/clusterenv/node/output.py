@@ -11,26 +11,26 @@ _LONGEST = 1 << 18
 
 
 class OutputLimit:
-    """A rate with a burst, a quarter of what a head listens to; what is left out is told with what comes next."""
+    """A rate with a burst, a quarter of what a head listens to. The lines that are dropped are counted for each worker,
+    and reported with its next output, or by `unreported` where nothing follows."""
 
     def __init__(self, rate: float = 1 << 20, burst: float = 4 << 20) -> None:
         self._flow = Flow(rate, burst)
-        self._left_out = 0
-        self._lines_left_out = 0
+        self._dropped: dict[tuple[int, int], int] = {}  # (shard, worker) → lines
 
     def passes(self, output: Output, now: float) -> bool:
-        """Return whether this may be sent; its text is shortened, and says how much was left out before."""
-        size = len(output.text)
-        if not self._flow.spend(min(size, _LONGEST), now, now):
-            self._left_out += size
-            self._lines_left_out += output.dropped + output.text.count("\n") + 1
+        """Return whether this may be sent; its text is shortened, and it says how many lines were dropped before it."""
+        key, lines = (output.shard, output.worker), output.num_lines
+        if lines and not self._flow.spend(min(len(output.text), _LONGEST), now, now):
+            self._dropped[key] = self._dropped.get(key, 0) + output.dropped + lines
             return False
-        output.dropped += self._lines_left_out
-        self._lines_left_out = 0
-        if size > _LONGEST:
-            output.text = output.text[:_LONGEST]
-            self._left_out += size - _LONGEST
-        if self._left_out:
-            output.text += f"\n[{self._left_out} bytes of output were left out: they came too fast to be sent]"
-            self._left_out = 0
+        output.dropped += self._dropped.pop(key, 0)
+        output.text = output.text[:_LONGEST]
+        if output.num_lines < lines:
+            self._dropped[key] = lines - output.num_lines
         return True
+
+    def unreported(self) -> list[Output]:
+        """Return a message without text for each worker whose last lines were dropped; they count as sent."""
+        dropped, self._dropped = self._dropped, {}
+        return [Output(shard, worker, "", lines) for (shard, worker), lines in dropped.items()]

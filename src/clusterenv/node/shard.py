@@ -1,7 +1,7 @@
-"""A shard on a node: the workers of one part of the run, fed by the head's messages. No socket, no user code.
+"""A shard on a node: the workers of one part of the run. No socket, no user code.
 
-Called by the node agent: `tell` and its kin with what the head said, `take` with what workers said; what is to go to
-the head leaves by `send`.
+The node agent calls `handle` with the head's messages, and `take` when workers have answered; messages to the head
+leave by `send`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.engine.inputs import Exit, Stack
-from clusterenv.errors import ClusterEnvError
+from clusterenv.errors import ClusterEnvError, ProtocolError
 from clusterenv.executors.contract import Printed
 from clusterenv.executors.worker_processes import WorkerProcesses
 from clusterenv.memory.fragments import Arena, ArenaLayout
@@ -23,55 +23,35 @@ from clusterenv.memory.transfer import Block, read_fragment, read_rows, write_in
 from clusterenv.node.weight_store import WeightStore
 from clusterenv.spec import Blueprint, Delivered
 from clusterenv.system.cpus import cpu_limit
+from clusterenv.wire import messages
 from clusterenv.wire.channel import Brings, Raw
-from clusterenv.wire.messages import (
-    Answer,
-    AssignShard,
-    Exited,
-    Failed,
-    Output,
-    StackTrace,
-    StepAll,
-    SteppedAll,
-    ToWorker,
-)
 from clusterenv.worker.setup import WorkerConfig
 
-__all__ = ["Shard"]
-
-_SPIN_S = 2e-3
-"""How long a worker waits awake for its next request: a way to the head and back, and not much more."""
+_SPIN_S = 2e-3  # how long a worker spins for its next request: about a round trip to the head
 
 Send = Callable[[Any, Sequence[Any]], None]
 
 
 class Shard:
     def __init__(
-        self, host: AssignShard, payload: bytes, delivered: Delivered, send: Send, weights: WeightStore
+        self, host: messages.AssignShard, payload: bytes, delivered: Delivered, send: Send, weights: WeightStore
     ) -> None:
         self.number = host.shard
         self._send = send
         self._slots = dict(host.workers)
         self._local = {worker: i for i, (worker, _) in enumerate(host.workers)}
         self._global = [worker for worker, _ in host.workers]
-        spec = _Entry(host.entry_point) if host.entry_point else None
-        blueprint = Blueprint(
-            host.num_envs,
-            payload,
-            False,
-            spec,  # type: ignore[arg-type]
-            host.is_named,
-            delivered=delivered,
-        )
+        spec: Any = _Entry(host.entry_point) if host.entry_point else None
+        blueprint = Blueprint(host.num_envs, payload, False, spec, host.is_named, delivered=delivered)
         mode = AutoresetMode(host.mode) if host.mode else None
         spin_s = _SPIN_S if len(host.workers) <= cpu_limit() else 0.0
         config = WorkerConfig(mode, host.check, host.threads, host.preload, host.other, spin_s)
         self._executor = WorkerProcesses(blueprint, len(host.workers), config, weights.descriptor)
         self._weights = weights
         self._busy: dict[int, set[int]] = {worker: set() for worker in self._global}  # requests with rows, not answered
-        self._ringing: dict[int, Any] = {}  # worker → None, or its answer
-        self._send_step_all = -1
-        self._waiting: deque[tuple[ToWorker | StepAll, list[Any]]] = deque()  # behind weights that are still to come
+        self._stepping: dict[int, Any] = {}  # worker → None, or its answer to the common step
+        self._step_request = -1
+        self._waiting: deque[tuple[Any, list[Any]]] = deque()  # ToWorker, StepAll; for weights that are still to come
         self._buffers: Buffers | None = None
         self._block: Block | None = None
         self._arena: Arena | None = None
@@ -81,97 +61,96 @@ class Shard:
 
     @property
     def is_busy(self) -> bool:
-        return any(self._busy.values()) or bool(self._ringing)
+        return any(self._busy.values()) or bool(self._stepping)
 
-    # -- what the head says -----------------------------------------------------------------------------------
+    # -- from the head ----------------------------------------------------------------------------------------
 
-    def rows(self, layout: Any) -> None:
-        plan = msgspec.msgpack.decode(layout, type=Layout)
-        self._buffers = Buffers(plan, self._executor.allocate(plan))
-        self._block = Block(self._buffers, [slot for worker in self._global for slot in self._slots[worker]])
-
-    def fragments(self, layout: Any) -> None:
-        plan = msgspec.msgpack.decode(layout, type=ArenaLayout)
-        self._arena = Arena(plan, self._executor.allocate_arena(plan))
-
-    def start(self, worker: int) -> None:
-        self._executor.start(self._local[worker])
-
-    def kill(self, worker: int) -> None:
-        self._executor.kill(self._local[worker])
-
-    def stack(self, worker: int) -> None:
-        self._executor.stack(self._local[worker])
-
-    def tell(self, tell: ToWorker, frames: list[Any]) -> None:
-        if not self._executor.is_running(self._local[tell.worker]):
-            return  # for one that has ended, which the head did not know yet: its replacement is told anew
-        self._waiting.append((tell, frames))
-        self.go_on()
-
-    def ring(self, ring: StepAll, frames: list[Any]) -> None:
-        self._waiting.append((ring, frames))
-        self.go_on()
+    def handle(self, message: Any, frames: list[Any]) -> None:
+        if isinstance(message, messages.StepAll):
+            self._waiting.append((message, frames))
+            self.go_on()
+        elif isinstance(message, messages.ToWorker):
+            # Not to one that has ended before the head knew: its replacement gets requests of its own.
+            if self._executor.is_running(self._local[message.worker]):
+                self._waiting.append((message, frames))
+                self.go_on()
+        elif isinstance(message, messages.Start):
+            self._executor.start(self._local[message.worker])
+        elif isinstance(message, messages.Kill):
+            self._executor.kill(self._local[message.worker])
+        elif isinstance(message, messages.TraceStack):
+            self._executor.stack(self._local[message.worker])
+        elif isinstance(message, messages.Rows):
+            layout = msgspec.msgpack.decode(frames[0], type=Layout)
+            self._buffers = Buffers(layout, self._executor.allocate(layout))
+            self._block = Block(self._buffers, [slot for worker in self._global for slot in self._slots[worker]])
+        elif isinstance(message, messages.Fragments):
+            arena = msgspec.msgpack.decode(frames[0], type=ArenaLayout)
+            self._arena = Arena(arena, self._executor.allocate_arena(arena))
 
     def go_on(self) -> None:
-        """In the order in which the head spoke: a request about weights that are still to come holds up the rest."""
+        """Forward requests in the order in which they came: one that needs weights still to come holds up the rest.
+
+        Raises ProtocolError for weights that are neither here nor to come: what lies in their place are others.
+        """
         while self._waiting:
             message, frames = self._waiting[0]
-            if isinstance(message, ToWorker) and message.weights and self._weights.awaits(message.weights):
-                return
+            if isinstance(message, messages.ToWorker) and message.weights and not self._weights.has(message.weights):
+                if self._weights.awaits(message.weights):
+                    return
+                raise ProtocolError("workers are to load weights that cannot be pulled")
             self._waiting.popleft()
-            if isinstance(message, ToWorker):
+            if isinstance(message, messages.ToWorker):
                 self._forward(message, frames)
             else:
                 self._step_all(message, frames)
 
-    def _forward(self, tell: ToWorker, frames: list[Any]) -> None:
-        if tell.slots:
+    def _forward(self, message: messages.ToWorker, frames: list[Any]) -> None:
+        if message.slots:
             assert self._buffers is not None
-            write_inputs(self._buffers, tell.slots, tell.actions, frames[1])
-            self._busy[tell.worker].add(tell.request)
-        self._executor.forward(self._local[tell.worker], bytes(frames[0]))
+            write_inputs(self._buffers, message.slots, message.actions, frames[1])
+            self._busy[message.worker].add(message.request)
+        self._executor.forward(self._local[message.worker], bytes(frames[0]))
 
-    def _step_all(self, ring: StepAll, frames: list[Any]) -> None:
+    def _step_all(self, step: messages.StepAll, frames: list[Any]) -> None:
         assert self._block is not None
         self._block.write_inputs(frames[0])
-        self._send_step_all = ring.request
-        self._ringing = {w: None for w in self._global if self._executor.is_running(self._local[w])}
-        if len(self._ringing) < len(self._global):  # one ended, and the head did not know yet
+        self._step_request = step.request
+        self._stepping = {w: None for w in self._global if self._executor.is_running(self._local[w])}
+        if len(self._stepping) < len(self._global):  # one ended, and the head did not know yet
             self._flush_step()
-        self._executor.ring(ring.request)
+        self._executor.ring(step.request)
 
-    # -- what workers say -------------------------------------------------------------------------------------
+    # -- from the workers -------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Hand on whatever workers have said."""
+        """Pass on whatever workers have sent."""
         try:
             events = self._executor.poll(0.0)
         except ClusterEnvError as error:
-            self._send(Failed(self.number, str(error)), ())
+            self._send(messages.Failed(self.number, str(error)), ())
             return
         for local, message in events:
             worker = self._global[local]
             if isinstance(message, Exit):
                 self._flush_step()
                 self._busy[worker].clear()
-                self._waiting = deque(
-                    entry for entry in self._waiting if not isinstance(entry[0], ToWorker) or entry[0].worker != worker
-                )
+                # A StepAll is for all workers.
+                self._waiting = deque(item for item in self._waiting if getattr(item[0], "worker", None) != worker)
                 self.go_on()
-                self._send(Exited(self.number, worker, message.reason, message.tail), ())
+                self._send(messages.Exited(self.number, worker, message.reason, message.tail), ())
             elif isinstance(message, Stack):
-                self._send(StackTrace(self.number, worker, message.text), ())
+                self._send(messages.StackTrace(self.number, worker, message.text), ())
             elif isinstance(message, Printed):
-                self._send(Output(self.number, worker, message.text, message.dropped), ())
+                self._send(messages.Output(self.number, worker, message.text, message.dropped), ())
             else:
                 self._heard(worker, message)
 
     def _heard(self, worker: int, message: int | Raw) -> None:
         request = message if isinstance(message, int) else message.request
-        if request == self._send_step_all and worker in self._ringing:
-            self._ringing[worker] = message
-            if all(answer is not None for answer in self._ringing.values()):
+        if request == self._step_request and worker in self._stepping:
+            self._stepping[worker] = message
+            if all(answer is not None for answer in self._stepping.values()):
                 self._send_stepped()
             return
         self._answer(worker, message)
@@ -189,21 +168,21 @@ class Shard:
             assert self._arena is not None
             columns = slice(self._slots[worker][0], self._slots[worker][-1] + 1)
             frames += read_fragment(self._arena.sides[message.side], columns, message.num_steps)
-        self._send(Answer(self.number, worker, message.request, message.last, message.slots), frames)
+        self._send(messages.Answer(self.number, worker, message.request, message.last, message.slots), frames)
 
     def _send_stepped(self) -> None:
         assert self._block is not None
-        answers = {worker: m for worker, m in self._ringing.items() if isinstance(m, Raw)}
-        self._ringing = {}
+        answers = {worker: m for worker, m in self._stepping.items() if isinstance(m, Raw)}
+        self._stepping = {}
         rows = self._block.read_rows()
         bodies = [answer.body for answer in answers.values()]
-        self._send(SteppedAll(self.number, self._send_step_all, tuple(answers)), [rows, *bodies])
+        self._send(messages.SteppedAll(self.number, self._step_request, tuple(answers)), [rows, *bodies])
 
     def _flush_step(self) -> None:
-        """A worker is gone, before or in the middle of a whole step: the others' rows go one by one."""
-        ringing, self._ringing = self._ringing, {}
-        for worker, message in ringing.items():
-            self._busy[worker].add(self._send_step_all)
+        """Answer a common step worker by worker, as one of them has ended."""
+        stepping, self._stepping = self._stepping, {}
+        for worker, message in stepping.items():
+            self._busy[worker].add(self._step_request)
             if message is not None:
                 self._answer(worker, message)
 
@@ -220,17 +199,13 @@ class Shard:
         self._executor.stop_early()
 
     def close(self, timeout_s: float) -> None:
-        """End the workers. What they still say goes nowhere: this may be another thread than the socket's."""
-        self._send = _to_nobody
+        """End the workers. What they still send is discarded: this may be another thread than the socket's."""
+        self._send = lambda message, frames: None
         self._buffers = self._block = self._arena = None
         self._executor.close(timeout_s)
 
 
-def _to_nobody(message: Any, frames: Sequence[Any]) -> None:
-    return None
-
-
 class _Entry(NamedTuple):
-    """What the fork server looks at of an `EnvSpec`: which module to import before it forks."""
+    """The part of an `EnvSpec` that the fork server needs: which module to import before it forks."""
 
     entry_point: str

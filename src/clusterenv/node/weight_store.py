@@ -1,7 +1,7 @@
-"""The weights of a machine: pulled from the head once, whatever the number of its shards, and read by all workers.
+"""The weights of a machine: pulled from the head once for all shards, and read by all workers.
 
-Called by the node agent with what the head said; what is to go to the head leaves by `send`. Shards ask whether
-weights are still to come.
+Called by the node agent with the head's messages; messages to the head leave by `send`. Shards ask whether weights are
+still to come.
 """
 
 from __future__ import annotations
@@ -17,24 +17,20 @@ from clusterenv.errors import PolicyError
 from clusterenv.events import emit
 from clusterenv.executors.worker_processes import write_weights
 from clusterenv.policy.weights.packing import unpack
-from clusterenv.wire.messages import Chunk, Offer, Pull
+from clusterenv.wire.messages import Chunk, Offer, Pull, Withdrawn
 
-__all__ = ["WeightStore"]
-
-_MOST = 4 << 20
-"""Bytes that may be on their way at once: other messages wait behind no more than these."""
+_MOST = 4 << 20  # bytes that may be in flight at once: other messages wait behind them
 
 _LEAST = 1 << 16
-"""On a slow link. No whole frame for some seconds is taken for a dead connection, so frames must be small there."""
+"""The same on a slow link: a connection without a whole frame for some seconds counts as dead."""
 
-_AHEAD_S = 0.5
-"""As many bytes are on their way as have come in this time, on the average."""
+_AHEAD_S = 0.5  # the bytes in flight are those that arrive in this time, on average
 
 Send = Callable[[Any, Sequence[Any]], None]
 
 
 class _Pulling:
-    """Weights that are on their way: bytes asked for, bytes that came, and what those sum up to."""
+    """A transfer under way: bytes requested, bytes received, and their checksum."""
 
     def __init__(self, offer: Offer, now: float) -> None:
         self.offer = offer
@@ -50,18 +46,30 @@ class WeightStore:
         self._begin()
 
     def _begin(self) -> None:
-        self.descriptor = os.memfd_create("clusterenv-weights")
-        """The memory that workers read weights from."""
+        self.descriptor = os.memfd_create("clusterenv-weights")  # the memory that workers read weights from
         self._pulling: _Pulling | None = None
         self._offers: deque[Offer] = deque()  # to be pulled after that
+        self._lying: dict[int, int] = {}  # place → number of the weights that lie there whole
         self._base = (0, b"")  # the last weights that were to be kept: their number, and they
 
     def awaits(self, weights: int) -> bool:
-        """Whether these were offered and are not here yet."""
+        """Return whether these were offered and have not arrived yet."""
         pulling = self._pulling
         return (pulling is not None and pulling.offer.weights == weights) or any(
             offer.weights == weights for offer in self._offers
         )
+
+    def has(self, weights: int) -> bool:
+        return weights in self._lying.values()
+
+    def take(self, message: Offer | Chunk | Withdrawn, frames: Sequence[Any], now: float) -> None:
+        """Take in what the head said of weights."""
+        if isinstance(message, Chunk):
+            self.chunk(message, frames[0], now)
+        elif isinstance(message, Offer):
+            self.offer(message, now)
+        else:
+            self.withdrawn(message.weights, now)
 
     def offer(self, offer: Offer, now: float) -> None:
         if self._pulling is not None and self._pulling.offer.weights == offer.weights:  # the same, in another form
@@ -72,7 +80,7 @@ class WeightStore:
         self._pull_next(now)
 
     def withdrawn(self, weights: int, now: float) -> None:
-        """Go on without these: the head does not know them."""
+        """Go on without these: the head does not know them. Workers that have to load them cannot."""
         self._offers = deque(offer for offer in self._offers if offer.weights != weights)
         if self._pulling is not None and self._pulling.offer.weights == weights:
             self._pulling = None
@@ -95,7 +103,7 @@ class WeightStore:
             self._arrived(pulling, now)
 
     def reset(self) -> None:
-        """The session is over: the next head, or the same one anew, offers everything again."""
+        """Forget everything: after a new session begins, the head offers all weights again."""
         self.close()
         self._begin()
 
@@ -105,12 +113,13 @@ class WeightStore:
     def _pull_next(self, now: float) -> None:
         if self._pulling is None and self._offers:
             self._pulling = _Pulling(self._offers.popleft(), now)
+            self._lying.pop(self._pulling.offer.place, None)
             self._ask(self._pulling)
 
     def _ask(self, pulling: _Pulling) -> None:
-        left, on_its_way = pulling.offer.size - pulling.asked, pulling.asked - pulling.got
-        if left and on_its_way <= pulling.window // 2:
-            size = min(left, pulling.window - on_its_way)
+        left, in_flight = pulling.offer.size - pulling.asked, pulling.asked - pulling.got
+        if left and in_flight <= pulling.window // 2:
+            size = min(left, pulling.window - in_flight)
             self._send(Pull(pulling.offer.weights, pulling.asked, size), ())
             pulling.asked += size
 
@@ -124,12 +133,13 @@ class WeightStore:
         if pulling.whole is not None and not self._keep(offer, bytes(pulling.whole)):
             self._send(Pull(offer.weights, 0, -1), ())
             return
+        self._lying[offer.place] = offer.weights
         self._send(Pull(offer.weights, offer.size, 0), ())
         self._pulling = None
         self._pull_next(now)
 
     def _keep(self, offer: Offer, data: bytes) -> bool:
-        """Weights that are packed, or that others will be steps from. False: they do not fit what is here."""
+        """Unpack weights, or keep them as the base of later deltas. False: their own base is not here."""
         if offer.is_packed:
             number, base = self._base
             try:

@@ -1,6 +1,6 @@
 """How many CPUs this process may use: its affinity, bounded by the CPU quotas of its control groups (v1 and v2).
 
-Pods and batch jobs often limit CPUs by a quota alone: the affinity of a pod with 4 CPUs names all cores of its machine.
+Pods and batch jobs often limit CPUs by a quota alone: the affinity of a pod with 4 CPUs has all cores of its machine.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Mount", "cpu_limit", "cpu_quota", "mounts_of", "usable_cores", "whole_cores"]
-
 Read = Callable[[str], str | None]
 """The text of the file at a path, or None where there is none."""
 
@@ -24,8 +22,7 @@ class Mount(NamedTuple):
     root: str
     point: str
     is_v2: bool
-    controllers: tuple[str, ...]
-    """Of a v1 hierarchy; empty for v2."""
+    controllers: tuple[str, ...]  # of a v1 hierarchy; empty for v2
 
 
 def cpu_limit() -> float:

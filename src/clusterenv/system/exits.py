@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import signal
 
-__all__ = ["NEVER", "how_it_ended"]
-
 NEVER = 42
-"""Exit code of a node agent: this will not work however often it is tried."""
+"""Exit code of a node agent for which starting it again would not help."""
 
 
 def how_it_ended(code: int) -> str:
-    """Of an exit code as `subprocess` has it: negative for a signal."""
+    """Describe an exit code of `subprocess`, negative for a signal."""
     if code >= 0:
         return f"exited with code {code}"
     try:

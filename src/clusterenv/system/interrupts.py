@@ -1,13 +1,12 @@
-"""Ctrl-C at moments when it tears nothing.
+"""Defer Ctrl-C while state is being changed.
 
-A call that is marked `uninterrupted` never sees KeyboardInterrupt between two of its lines: a Ctrl-C that strikes there
-is kept, and handled at the next `checkpoint` (where a call waits) or when the call is over. What it runs of the user's
-own code is marked `interruptible`.
+Within a call that is marked `uninterrupted`, a Ctrl-C is deferred to the next `checkpoint` (where a call waits) or to
+the end of the call. The user's own code in it is marked `interruptible`.
 
-Which code is on the stack decides, as in trio: the marks belong to code objects, and only the signal handler looks at
-them. So a mark costs a step nothing, and the calls of other threads hold nothing back. The handler stands in for
-Python's own while environments are open. A foreign one (of a notebook, of a launcher) is replaced for the length of a
-call only, and is called instead of raising KeyboardInterrupt.
+As in trio, the marks belong to code objects, and the signal handler looks for them on the stack: a mark costs a step
+nothing, and calls of other threads defer nothing. The handler replaces Python's own while environments are open. A
+foreign one (of a notebook, of a launcher) is replaced only during a call, and is called instead of raising
+KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -23,24 +22,13 @@ from collections.abc import Callable, Generator
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar, overload
 
-__all__ = [
-    "STATE",
-    "checkpoint",
-    "environments_closed",
-    "environments_opened",
-    "interruptible",
-    "restore_handler",
-    "uninterrupted",
-    "uninterrupted_generator",
-]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _SIGINT = int(signal.SIGINT)
 
 _PATIENCE_S = 5.0
-"""A call that has not come to a checkpoint for so long after a Ctrl-C is interrupted by the next one."""
+"""A second Ctrl-C interrupts a call that has not reached a checkpoint for so long after the first."""
 
 _is_protected: dict[CodeType, bool] = {}
 
@@ -49,8 +37,7 @@ class _State:
     __slots__ = ("frame", "handler", "open", "pending", "since_s")
 
     def __init__(self) -> None:
-        self.pending = False
-        """A Ctrl-C has struck in an uninterrupted call, and is not handled yet."""
+        self.pending = False  # whether a Ctrl-C is deferred
         self.frame: FrameType | None = None  # where
         self.since_s = 0.0
         self.handler: Callable[[int, FrameType | None], Any] = signal.default_int_handler
@@ -61,7 +48,7 @@ STATE = _State()
 
 
 def uninterrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Keep a Ctrl-C that strikes within this function until it is over, or comes to a `checkpoint`."""
+    """Defer a Ctrl-C within this function to its next `checkpoint` or its end."""
     _is_protected[function.__code__] = True
 
     @functools.wraps(function)
@@ -78,7 +65,7 @@ def uninterrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def interruptible(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let Ctrl-C strike within this function, wherever it is called: it runs the user's code."""
+    """Let Ctrl-C interrupt this function, wherever it is called: it runs the user's code."""
     _is_protected[function.__code__] = False
     return function
 
@@ -86,7 +73,7 @@ def interruptible(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def uninterrupted_generator(
     function: Callable[_P, Generator[_R, None, None]],
 ) -> Callable[_P, Generator[_R, None, None]]:
-    """Keep a Ctrl-C that strikes within this generator. It calls `checkpoint` before each `yield` and at its end."""
+    """Defer a Ctrl-C within this generator, which calls `checkpoint` before each `yield` and at its end."""
     _is_protected[function.__code__] = True
     return function
 
@@ -97,14 +84,14 @@ def checkpoint() -> None: ...
 def checkpoint(value: _R) -> _R: ...
 @interruptible
 def checkpoint(value: Any = None) -> Any:
-    """Handle a Ctrl-C that was kept; returns `value`. Called where everything is in order, and where a call waits."""
+    """Handle a deferred Ctrl-C; returns `value`. Called where the state is consistent, and where a call waits."""
     if STATE.pending and _is_main_thread():
         _handle(STATE.frame)
     return value
 
 
 def environments_opened(owner: Any) -> None:
-    """Have Ctrl-C kept for the environments of this owner, until `environments_closed`."""
+    """Keep our handler installed for the environments of this owner, until `environments_closed`."""
     STATE.open.add(owner)
 
 
@@ -114,7 +101,7 @@ def environments_closed(owner: Any) -> None:
 
 
 def restore_handler() -> None:
-    """Give Ctrl-C back to Python's own handler when the last environments are closed. Only the main thread can."""
+    """Restore Python's handler of Ctrl-C when the last environments are closed. Only the main thread can."""
     if not STATE.open and _is_main_thread() and getsignal(_SIGINT) is _on_interrupt:
         signal.signal(_SIGINT, signal.default_int_handler)
 
@@ -153,14 +140,14 @@ def _with_handler(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwarg
     """Call an uninterrupted function while another handler than ours is set."""
     handler = getsignal(_SIGINT)
     if not _is_main_thread() or not callable(handler):
-        return function(*args, **kwargs)  # nobody is interrupted here
+        return function(*args, **kwargs)  # no KeyboardInterrupt is raised here
     is_default = handler is signal.default_int_handler
     STATE.handler = handler
     signal.signal(_SIGINT, _on_interrupt)
     try:
         return function(*args, **kwargs)
     finally:
-        # In place of Python's own, ours may stay: it does the same outside of such calls.
+        # Ours may stay in place of Python's own: outside of such calls it does the same.
         if getsignal(_SIGINT) is _on_interrupt and not (is_default and STATE.open):
             signal.signal(_SIGINT, handler)
         try:

@@ -10,10 +10,7 @@ import resource
 
 from clusterenv.errors import StartError
 
-__all__ = ["allow_open_files", "limit_to_set"]
-
-_SPARE = 64
-"""Left for files that the user's own code opens."""
+_SPARE = 64  # left for files that the user's own code opens
 
 
 def allow_open_files(what: str, more: int, in_child: int = 0) -> None:

@@ -1,9 +1,9 @@
-"""Processes that environments start and leave behind: which worker they belong to, and how they are ended.
+"""Find and end processes that environments have started and left behind.
 
-Workers and the fork server are child subreapers. The descendants of an environment therefore stay below its worker,
-also when they become daemons (a session of their own, two forks, an empty environment). When that worker ends, the
-kernel makes them children of the fork server, before the server is told of the end. So at any time, the children of
-the fork server are workers, what the server itself started, and orphans of workers that ended: no marks are needed.
+Workers and the fork server are child subreapers: the descendants of an environment stay below its worker, also when
+they become daemons. When that worker ends, the kernel makes them children of the fork server, before the server learns
+of the end. So the children of the fork server are workers, processes that the server itself started, and orphans of
+workers that ended.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import os
 import signal
 import time
 from collections.abc import Collection
-
-__all__ = ["Orphans", "become_subreaper", "kill_group"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -1,7 +1,7 @@
-"""`Teardown`: what ends a run, done once, in a thread that no Ctrl-C interrupts.
+"""`Teardown`: end a run once, in a thread that no Ctrl-C interrupts.
 
-`close()` calls it and waits. Garbage collection calls it from any thread, in the middle of anything, and does not wait.
-When the interpreter exits, what was not done is done, and what is under way is awaited.
+`close()` calls it and waits. Garbage collection calls it from any thread, at any moment, and does not wait. When the
+interpreter exits, it is done if it was not, and awaited.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from collections.abc import Callable
 
 from clusterenv.system.interrupts import restore_handler
 
-__all__ = ["OwnThread", "Teardown", "current_exception"]
-
 
 class OwnThread(threading.Thread):
-    """A thread that a run has started. A teardown may join it, so that it must never wait for a teardown."""
+    """A thread of a run. A teardown may join it, so it must never wait for a teardown."""
 
     def __init__(self, target: Callable[[], None], name: str, exception: BaseException | None = None) -> None:
         super().__init__(target=target, name=name, daemon=True)
-        self.exception = exception
-        """What was being handled where this thread was started."""
+        self.exception = exception  # what was being handled where this thread was started
 
 
 def current_exception() -> BaseException | None:
@@ -38,7 +35,7 @@ def current_exception() -> BaseException | None:
 class Teardown:
     """
     Args:
-        action: what to do. Has to end by itself, in about `timeout_s`.
+        action: has to end by itself, in about `timeout_s`.
         timeout_s: how long callers wait for it at most.
     """
 
@@ -54,9 +51,9 @@ class Teardown:
         _PENDING.append(self)
 
     def __call__(self) -> None:
-        """Begin, unless it has begun, and wait for its end. An interrupt ends the wait only. Raises what it raised."""
+        """Begin, unless it has begun, and wait for its end; raises what it raised. An interrupt only ends the wait."""
         if os.getpid() != self._owner:
-            return  # a fork of the owner has nothing to end
+            return  # a fork of the owner must not end the run
         self._num_waiting += 1
         try:
             self.begin()
@@ -79,12 +76,12 @@ class Teardown:
             self._run()
 
     def forget(self) -> None:
-        """Somebody else has done it."""
+        """Do nothing at exit: it was done elsewhere."""
         if self in _PENDING:
             _PENDING.remove(self)
 
     def finish(self) -> None:
-        """Begin, unless it has begun, and wait for its end, whatever interrupts that."""
+        """Begin, unless it has begun, and wait for its end despite interrupts."""
         deadline = time.monotonic() + self._timeout_s
         while not self.has_begun and os.getpid() == self._owner:
             with contextlib.suppress(KeyboardInterrupt):
@@ -111,8 +108,7 @@ class Teardown:
             self._done.set()
 
 
-_PENDING: list[Teardown] = []
-"""Those that are not done, oldest first."""
+_PENDING: list[Teardown] = []  # those that are not done, oldest first
 
 
 def _at_exit() -> None:

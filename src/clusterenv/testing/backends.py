@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import cloudpickle
 import numpy as np
 import pytest
+from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.vector import SyncVectorEnv
 
 import clusterenv as ce
@@ -30,18 +31,15 @@ from clusterenv.backends import registry
 from clusterenv.backends.cluster import example_plan
 from clusterenv.backends.contract import ClusterBackend, CollectsGarbage, PrintsScript
 from clusterenv.backends.gc import remove
+from clusterenv.backends.launch.note import machine
 from clusterenv.backends.remote import Remote
-from clusterenv.testing.envs import KILL_NODE, KILL_WORKER, STEP, Fragile, where
+from clusterenv.testing.envs import KILL_NODE, KILL_WORKER, STEP, Fragile
 
-__all__ = ["BackendContract"]
-
-_WAIT_S = 90.0
-"""How long a node may take to be replaced, or to end; a slow scheduler is no failure."""
+_WAIT_S = 90.0  # how long a node may take to be replaced, or to end; a slow scheduler is no failure
 
 _CLOSE_S = 10.0
 
-_HEARTBEAT_S = (0.2, 2.0, 5.0)
-"""So short that a test need not wait long for the end of a lease."""
+_HEARTBEAT_S = (0.2, 2.0, 5.0)  # so short that a test need not wait long for the end of a lease
 
 _HEAD = """
 import json, sys
@@ -63,7 +61,7 @@ def _forward(weights: Any, obs: Any) -> Any:
 
 
 class BackendContract:
-    """Derive from it, and write `make_backend`."""
+    """Tests of a backend: derive from this class, and define `make_backend`."""
 
     nodes: ClassVar[int] = 2
     num_envs: ClassVar[int] = 4
@@ -79,11 +77,11 @@ class BackendContract:
         raise NotImplementedError
 
     def kill_node(self, envs: ce.ClusterEnv, slot: int) -> None:
-        """End the node that this slot is on, without warning. Override it where the agent is process 1, as in a pod."""
+        """Kill the node of this slot without warning. Override it where the agent is process 1, as in a pod."""
         envs.step(_actions(envs, slot, KILL_NODE))
 
     def left_behind(self) -> Sequence[str]:
-        """Return what the scheduler still has of any run: jobs, objects. Default: only processes are looked at."""
+        """Return what the scheduler still has of any run: jobs, objects. Default: only processes are checked."""
         return ()
 
     # -- inside -----------------------------------------------------------------------------------------------
@@ -102,8 +100,8 @@ class BackendContract:
         return ce.ClusterEnv([Fragile] * self.num_envs, backend=self._backend(folder, **options), recovery=recovery)
 
     def _await_nothing(self, folder: Path, places: Sequence[dict[str, Any]] = ()) -> None:
-        """Await the end of these processes; of run folders and of the scheduler's jobs nothing may be left then."""
-        here = {place[name] for place in places for name in ("worker", "agent") if place["where"] == where()}
+        """Wait for the end of these processes and of the scheduler's jobs; no run folder may be left then."""
+        here = {place[name] for place in places for name in ("worker", "agent") if place["where"] == machine()}
         _await(lambda: not [pid for pid in here if _is_running(pid)], f"of the processes {here} some are still running")
         _await(lambda: not self.left_behind(), "the scheduler still has jobs", lambda: self.left_behind())
         assert not list(folder.glob("clusterenv-*")), "the folder of the run is still there"
@@ -151,9 +149,7 @@ class BackendContract:
             before = _start(envs)
             on_it = np.array([place == before[0] for place in before])
             obs, rewards, terminations, truncations, infos = envs.step(_actions(envs, 0, KILL_WORKER))
-            assert np.array_equal(infos["transition_valid"], ~on_it), (
-                "exactly the rows of the killed worker are invalid"
-            )
+            assert np.array_equal(infos["transition_valid"], ~on_it), "only the rows of the killed worker are invalid"
             assert truncations[on_it].all() and not terminations.any() and not rewards[on_it].any()
             assert (obs[~on_it] == 2).all(), "the environments of other workers went on"
             _step_until(envs, lambda: all(place != before[0] for place in _places(envs) or before))
@@ -253,14 +249,14 @@ def _actions(envs: ce.ClusterEnv, slot: int = 0, action: int = STEP) -> Any:
 
 
 def _start(envs: ce.ClusterEnv) -> Sequence[dict[str, Any]]:
-    """Reset and step once, so that a failure is no error of the first step; returns where the environments are."""
+    """Reset and step once, so that a later failure is not one of the first step; returns the environments' places."""
     envs.reset(seed=1)
     envs.step(_actions(envs))
     return envs.call("place")
 
 
 def _step_until(envs: ce.ClusterEnv, condition: Callable[[], bool]) -> set[int]:
-    """Step until this is so; returns the slots of which an episode was lost meanwhile."""
+    """Step until the condition holds; returns the slots that lost an episode meanwhile."""
     deadline, lost = time.monotonic() + _WAIT_S, set[int]()
     while not condition():
         assert time.monotonic() < deadline, f"in {_WAIT_S:.0f} s it did not happen; events: {envs.events()}"
@@ -278,7 +274,7 @@ def _await(condition: Callable[[], bool], text: str, detail: Callable[[], Any] =
 
 
 def _places(envs: ce.ClusterEnv) -> Sequence[dict[str, Any]]:
-    """Return where the environments are; nothing while one of them waits to be made again."""
+    """Return the environments' places; nothing while one of them waits to be rebuilt."""
     try:
         places: Sequence[dict[str, Any]] = envs.call("place")
     except ce.WorkerLostError:
@@ -302,14 +298,4 @@ def _is_running(pid: int) -> bool:
 
 
 def _same(ours: Any, theirs: Any) -> None:
-    assert type(ours) is type(theirs), f"{type(ours)} in place of {type(theirs)}"
-    if isinstance(ours, (tuple, list)):
-        assert len(ours) == len(theirs)
-        for one, other in zip(ours, theirs, strict=True):
-            _same(one, other)
-    elif isinstance(ours, dict):
-        assert ours.keys() == theirs.keys(), f"{sorted(ours)} in place of {sorted(theirs)}"
-        for key, value in ours.items():
-            _same(value, theirs[key])
-    else:
-        assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs), f"{ours} in place of {theirs}"
+    assert data_equivalence(ours, theirs, exact=True), f"{ours} in place of {theirs}"

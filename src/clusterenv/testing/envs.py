@@ -11,13 +11,13 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-__all__ = ["KILL_NODE", "KILL_WORKER", "STEP", "Fragile"]
+from clusterenv.backends.launch.note import machine, process_start
 
 STEP, KILL_WORKER, KILL_NODE = range(3)
 
 
 class Fragile(gym.Env[Any, Any]):
-    """Counts its steps in episodes without end, and can end its own worker process or its node agent by an action."""
+    """Counts its steps in endless episodes; an action can kill its worker process or its node agent."""
 
     def __init__(self) -> None:
         self.observation_space = spaces.Box(0.0, np.inf, (1,), np.float64)
@@ -38,21 +38,15 @@ class Fragile(gym.Env[Any, Any]):
         return self._observation(), 1.0, False, False, {}
 
     def place(self) -> dict[str, Any]:
-        """Return the numbers of the worker process and of its node agent, and where these numbers mean something.
+        """Return the numbers of the worker process and of its node agent, and where these numbers are valid.
 
-        The kernel gives a new namespace the number of one that is gone: when the agent began tells them apart.
+        A new namespace may get the number of one that is gone: the start time of the agent tells them apart.
         """
         agent = _agent()
-        began = Path(f"/proc/{agent}/stat").read_text().rsplit(")", 1)[1].split()[19]
-        return {"worker": os.getpid(), "agent": agent, "where": where(), "began": began}
+        return {"worker": os.getpid(), "agent": agent, "where": machine(), "began": process_start(agent)}
 
     def _observation(self) -> Any:
         return np.array([self._count], dtype=np.float64)
-
-
-def where() -> str:
-    """Return what tells this machine, and this namespace of process numbers on it, from others."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _agent() -> int:

@@ -1,8 +1,8 @@
 """For tests and experiments: a cluster without machines.
 
 `Virtual` is a backend of W logical nodes in the calling process. Collector, drift table, rules, codec and counters are
-the real ones; only the clock is not: which node's fragment comes next is decided by numbers, so that a run is the same
-each time, and how stale its data is was chosen.
+the real ones; only the clock is simulated: `periods` decide which node's fragment comes next, so that a run and the
+staleness of its data are reproducible.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from clusterenv.wire.channel import encode
 from clusterenv.wire.frames import CHUNK, to_wire
 from clusterenv.wire.messages import Chunk, Offer
 from clusterenv.wire.requests import Close, LoadWeights, Reply, RunFragment
-
-__all__ = ["Virtual"]
 
 
 @dataclass(frozen=True)
@@ -69,14 +67,14 @@ class Virtual:
     def start(self, blueprint: Blueprint, mode: AutoresetMode | None, recovery: Recovery, events: EventLog) -> Driver:
         if self.nodes > blueprint.num_envs:
             raise SpecError(f"Virtual(nodes={self.nodes}): {blueprint.num_envs} environments are for fewer nodes")
-        executor = _VirtualCrew(blueprint, mode, recovery.check, list(self.periods or (1.0,) * self.nodes))
+        executor = _VirtualExecutor(blueprint, mode, recovery.check, list(self.periods or (1.0,) * self.nodes))
         slots_of = split(blueprint.num_envs, self.nodes)
         nodes = list(range(self.nodes))
         return Driver(executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=nodes)
 
 
-class _VirtualCrew(InlineExecutor):
-    """Requests are carried out at once; fragments are handed over one by one, when they are due."""
+class _VirtualExecutor(InlineExecutor):
+    """Carries out requests at once, and returns fragments one by one when they are due."""
 
     def __init__(self, blueprint: Blueprint, mode: AutoresetMode | None, check: bool, periods: list[float]) -> None:
         super().__init__(blueprint, mode, check, workers=len(periods))
@@ -99,7 +97,7 @@ class _VirtualCrew(InlineExecutor):
         return super().put_weights(transfer)
 
     def stats(self) -> dict[str, Any]:
-        """What a head would have sent to each node, but for its greeting and the code of the environments."""
+        """Count what a head would have sent to each node, without Welcome and the code of the environments."""
         return {**super().stats(), "sent_bytes": list(self._sent)}
 
     def _count(self, index: int, message: Any, payload: Sequence[Any]) -> None:
@@ -111,8 +109,8 @@ class _VirtualCrew(InlineExecutor):
             self._count(index, Offer(1, message.offset, len(data), zlib.crc32(data), True, 0, True), ())
             for at in range(0, len(data), CHUNK):
                 self._count(index, Chunk(1, at), [data[at : at + CHUNK]])
-        tell = to_worker_of(message, index, index, self._slots[index])
-        self._count(index, tell, [encode(message), *inputs_of(tell, self._buffers)])
+        request = to_worker_of(message, index, index, self._slots[index])
+        self._count(index, request, [encode(message), *inputs_of(request, self._buffers)])
 
     def close(self, timeout_s: float) -> None:
         self._buffers = None

@@ -20,20 +20,7 @@ import zmq
 
 from clusterenv.errors import KeyFileError
 
-__all__ = [
-    "Joining",
-    "KeyPair",
-    "await_joining",
-    "close_joining",
-    "make_keys",
-    "private_folder",
-    "read_joining",
-    "read_joining_from",
-    "write_joining",
-]
-
-_LARGEST = 1 << 16
-"""Bytes that a key file may have."""
+_LARGEST = 1 << 16  # bytes that a key file may have
 
 _CLOSED = b"closed\n"
 
@@ -60,10 +47,9 @@ def make_keys() -> KeyPair:
 
 
 def private_folder(path: Path, any_owner: bool = False) -> Path:
-    """Make a new folder that only this user can look into.
+    """Make a new folder that only this user can read.
 
-    `any_owner`: also where the file system shows another owner for it. It is ours all the same, as it was not there
-    before; but those that the file system takes for that owner can look into it.
+    `any_owner`: accept a file system that shows another owner for it. Whoever that owner stands for can read it too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700)
@@ -85,7 +71,7 @@ def write_joining(path: Path, joining: Joining) -> None:
 
 
 def close_joining(path: Path) -> None:
-    """Overwrite a key file: its run is over. A node that still comes ends at once, rather than wait for a file."""
+    """Overwrite a key file of a run that is over. A node that still starts ends at once, without waiting for it."""
     with contextlib.suppress(OSError):
         path.write_bytes(_CLOSED)
 
@@ -93,8 +79,8 @@ def close_joining(path: Path) -> None:
 def read_joining(path: Path, is_mounted: bool = False, sha256: str | None = None) -> Joining:
     """Read a key file, and refuse one that another user could have read or made.
 
-    `is_mounted`: a Secret that the platform has put there, as a file of its own, with rights of its own. `sha256`: of
-    the content that the head wrote; with it, the owner that the file system shows does not matter.
+    `is_mounted`: it is a mounted Secret, whose owner and mode are the platform's. `sha256`: of the content that the
+    head wrote; then the owner is not checked.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if is_mounted else os.O_NOFOLLOW))
@@ -125,7 +111,7 @@ def read_joining(path: Path, is_mounted: bool = False, sha256: str | None = None
 
 
 def read_joining_from(stream: BinaryIO) -> Joining:
-    """Read what a key file holds from a pipe, as whoever starts an agent writes it there: no file is left."""
+    """Read the content of a key file from a pipe, so that no file is left."""
     return _decode(stream.read(_LARGEST), "the key on the standard input")
 
 

@@ -1,6 +1,6 @@
-"""The two ends of a link: a head that listens, and a node that dials. CURVE always on; frames in, frames out.
+"""The sockets of head and node, with CURVE always on: frames in, frames out.
 
-Only keys that the head was told to allow get past the handshake; nothing of anybody else's is ever parsed.
+Only keys that the head allows pass the handshake; no message of anybody else is ever parsed.
 """
 
 from __future__ import annotations
@@ -21,23 +21,19 @@ from clusterenv.errors import StartError
 from clusterenv.system.interrupts import uninterrupted
 from clusterenv.transport.keys import KeyPair
 
-__all__ = ["Arrived", "HeadSocket", "Link", "NodeSocket"]
-
 _ZAP = "inproc://zeromq.zap.01"
 
 _ACKED, _BUSY_US, _TCP_INFO = 120, 168, 176
-"""Where Linux's `struct tcp_info` has the bytes that were acknowledged, and the time in which some were not yet."""
+"""Offsets in Linux's `struct tcp_info`: acknowledged bytes, time with unacknowledged bytes; and its size."""
 
-_ENOUGH = 1 << 16
-"""Acknowledged bytes that tell how fast a link is."""
-
+_ENOUGH = 1 << 16  # acknowledged bytes from which the speed of a link is measured
 
 _WAITING = 4096
-"""Messages of one connection that may wait to be read; then its sender waits. Far more than a node says while the head
-is held up for minutes: while it may send nothing, it seems dead."""
+"""Unread messages of one connection, after which its sender waits and seems dead: far more than a node sends while the
+head is held up for minutes."""
 
 Link = tuple[int, int]
-"""A connection: its descriptor, and how many had the same one before. Numbers of descriptors come again."""
+"""A connection: its descriptor, and how many connections had the same one before."""
 
 
 class Arrived(NamedTuple):
@@ -60,8 +56,7 @@ class HeadSocket:
         self._zap.linger = 0
         self._zap.bind(_ZAP)
         self._allowed: set[bytes] = set()
-        self.refused = 0
-        """Handshakes with a key that is not of this run."""
+        self.refused = 0  # handshakes with a key that is not of this run
         socket = self._context.socket(zmq.ROUTER)
         socket.linger = 0
         socket.curve_server = 1
@@ -112,7 +107,7 @@ class HeadSocket:
             poller.register(socket, zmq.POLLIN)
 
     def receive(self, ready: Any = None, most: int = 64) -> list[Arrived]:
-        """What has come, at most so many; handshakes are answered on the way. `ready`: what a poller said, if asked."""
+        """Answer handshakes, and return at most so many messages. `ready`: from a poller, if one was asked."""
         if ready is None or self._zap in ready:
             self._answer_handshakes()
         arrived: list[Arrived] = []
@@ -129,12 +124,12 @@ class HeadSocket:
         return arrived
 
     def _new_link(self, route: bytes, descriptor: int) -> Link:
-        self._watch()  # a connection was accepted before it said anything, so its number is known after this
+        self._watch()  # a connection is accepted before it sends anything: its number is known after this
         self._links[route] = (descriptor, self._accepted.get(descriptor, 0))
         return self._links[route]
 
     def gone(self, ready: Any = None) -> list[Link]:
-        """Connections that ended."""
+        """Return the connections that ended."""
         if ready is None or self._monitor in ready:
             self._watch()
         ended, self._ended = self._ended, []
@@ -154,9 +149,9 @@ class HeadSocket:
             else:
                 self._ended.append((descriptor, self._accepted.get(descriptor, 0)))
 
-    @uninterrupted  # the frames of a message that is broken off would become part of the next one
+    @uninterrupted  # the frames of an interrupted message would become part of the next one
     def send(self, route: bytes, frames: Sequence[Any]) -> bool:
-        """False where nobody is there any more."""
+        """Send a message; returns False where nobody is connected any more."""
         try:
             self._socket.send_multipart([route, *frames], zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -164,11 +159,11 @@ class HeadSocket:
         return True
 
     def cut(self, link: Link) -> None:
-        """End this connection: ROUTER sockets cannot, and whoever floods the head does not stop by itself."""
+        """End this connection, which ROUTER sockets cannot: a node that floods the head does not stop by itself."""
         self._watch()
         descriptor, number = link
         if link in self._ended or self._accepted.get(descriptor, 0) != number:
-            return  # it has ended, and the number may be that of something else by now
+            return  # it has ended, and its descriptor may be another file's by now
         with contextlib.suppress(OSError), tcp.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family in (tcp.AF_INET, tcp.AF_INET6):
                 connection.shutdown(tcp.SHUT_RDWR)
@@ -198,7 +193,7 @@ class HeadSocket:
 
 
 class NodeSocket:
-    """Dials the head; one connection, which is not mended: a lost one is the end of the session."""
+    """Connects to the head once: the session ends with the connection."""
 
     def __init__(self, address: str, head_key: str, keys: KeyPair, *, dead_after_s: float) -> None:
         self._context = zmq.Context()
@@ -212,7 +207,6 @@ class NodeSocket:
         socket.setsockopt(zmq.IPV6, "[" in address)
         socket.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(min(dead_after_s * 250, 5000))))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(dead_after_s * 1000))
-        # The head hears of this node's death by its own heartbeats, or by the end of the connection.
         self._monitor = socket.get_monitor_socket(
             zmq.EVENT_CONNECTED
             | zmq.EVENT_DISCONNECTED
@@ -234,7 +228,7 @@ class NodeSocket:
         poller.unregister(self._monitor)
 
     def receive(self, ready: Any) -> list[list[Any]]:
-        """What has come; `ready` is what a poller said."""
+        """Return the messages that have come; `ready` is from a poller."""
         arrived: list[list[Any]] = []
         while self._socket in ready:
             try:
@@ -244,7 +238,7 @@ class NodeSocket:
         return arrived
 
     def ended(self, ready: Any) -> str | None:
-        """Why the connection is gone, if it is."""
+        """Return why the connection is gone, if it is."""
         if self._monitor not in ready:
             return None
         try:
@@ -257,7 +251,7 @@ class NodeSocket:
         return "lost" if said["event"] == zmq.EVENT_DISCONNECTED else "refused"
 
     def bytes_per_s(self) -> float:
-        """Return how fast the head has acknowledged what was sent lately; 0.0 while that was too little to tell."""
+        """Return how fast the head has lately acknowledged bytes; 0.0 while that were too few to tell."""
         if self._descriptor >= 0:
             with contextlib.suppress(OSError), tcp.socket(fileno=os.dup(self._descriptor)) as connection:
                 info = connection.getsockopt(tcp.IPPROTO_TCP, tcp.TCP_INFO, _TCP_INFO)

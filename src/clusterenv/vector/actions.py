@@ -27,7 +27,7 @@ class ActionReader:
         self._num_envs = num_envs
         self._check = check
         self._leaves = leaves_of(space)
-        self._leaf_spaces = _leaf_spaces(space)
+        self._leaf_spaces = list(flatten(space, space))  # a space has its parts where its values have theirs
         self._bounds = [_bounds(sub) for sub in self._leaf_spaces]
         self._are_shared = all(leaf.dtype is not None for leaf in self._leaves)
         only = self._leaves[0]
@@ -131,14 +131,6 @@ def _fits(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
     if wanted.kind in "iu":
         return given.kind in "biu"
     return np.can_cast(given, wanted, "same_kind")
-
-
-def _leaf_spaces(space: Space[Any]) -> list[Space[Any]]:
-    if isinstance(space, spaces.Dict):
-        return [leaf for sub in space.spaces.values() for leaf in _leaf_spaces(sub)]
-    if isinstance(space, spaces.Tuple):
-        return [leaf for sub in space.spaces for leaf in _leaf_spaces(sub)]
-    return [space]
 
 
 def _bounds(space: Space[Any]) -> tuple[Any, Any] | None:

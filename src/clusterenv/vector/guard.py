@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 import numpy as np
+from gymnasium import logger
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.driver import Driver
 from clusterenv.engine.collecting.fragments import Mode
-from clusterenv.errors import ClosedError, UsageError
+from clusterenv.engine.requests import Request
+from clusterenv.errors import ClosedError, DeadlineError, UsageError
 from clusterenv.system.teardown import Teardown
-from clusterenv.vector.phases import Phase, refusal, refused
+from clusterenv.vector.parameters import ResetArguments
+from clusterenv.vector.phases import AWAITED, PENDING, Phase, refusal, refused
 
-__all__ = ["CallGuard"]
+__all__ = ["CallGuard", "Pending"]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A call between its `_async` and its `_wait`."""
+
+    phase: Phase
+    reset: ResetArguments | None = None
+    requests: Sequence[Request] = ()
+    """Of `call_async`."""
 
 
 class CallGuard:
@@ -27,9 +44,12 @@ class CallGuard:
         """A step or reset is under way, or ended by an exception: its rows are unknown."""
         self.is_resumed = False
         """From another run's state: slots have seeds of their own."""
+        self.pending: Pending | None = None
 
     @property
     def phase(self) -> Phase:
+        if self.pending is not None:
+            return self.pending.phase
         if self.is_interrupted:
             return Phase.INTERRUPTED
         if not self.was_reset:
@@ -44,21 +64,36 @@ class CallGuard:
         if (  # the hot path: nothing is under way, and everything but recv() is allowed
             self.was_reset
             and not self.is_interrupted
+            and self.pending is None
             and not self._rows.sent
             and self._fragments.mode is Mode.IDLE
             and not self._teardown.has_begun
-            and call != "recv"
+            and call not in AWAITED
         ):
             return
         self.check_open(call)
         phase = self.phase
         text = refusal(call, phase)
         if text is not None:
-            slots, num_steps = (
-                np.flatnonzero(self._driver.rows.awaited).tolist(),
-                self._driver.collecting.fragments.num_steps,
-            )
-            raise refused(call, phase, text.format(slots=slots, num_steps=num_steps))
+            slots = np.flatnonzero(self._rows.awaited).tolist()
+            raise refused(call, phase, text, slots, self._fragments.num_steps)
+
+    @contextmanager
+    def waiting(self) -> Iterator[Pending]:
+        """Wait for what is pending. Afterwards it is not any more, except where the time ran out."""
+        pending, self.pending = self.pending, None
+        assert pending is not None
+        try:
+            yield pending
+        except DeadlineError:
+            self.pending = pending
+            raise
+
+    def warn_of_pending(self) -> None:
+        """Warn, as Gymnasium does, that a call is given up by `close`."""
+        if self.pending is not None:
+            name, self.pending = PENDING[self.pending.phase], None
+            logger.warn(f"Calling `close` while waiting for a pending call to `{name}` to complete.")
 
     def check_open(self, call: str) -> None:
         if self._teardown.has_begun:
@@ -76,9 +111,9 @@ class CallGuard:
         """Raise where a slot (None: any) would be stepped past the end of its episode."""
         if not self.may_end:
             return
-        ended = self._driver.rows.ended if slots is None else self._driver.rows.ended[slots]
-        if ended.any():
-            over = np.flatnonzero(self._driver.rows.ended).tolist()
+        ended = self._rows.ended
+        if ended.any() if slots is None else ended[slots].any():
+            over = np.flatnonzero(ended).tolist()
             raise UsageError(
                 f"the episodes of slots {over} ended, and autoreset is DISABLED: "
                 "reset(options={'reset_mask': terminations | truncations}) first"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,26 +18,24 @@ from clusterenv.arguments import closest, expect, refused
 from clusterenv.errors import ArgumentTypeError, SpecError, UsageError
 from clusterenv.spec import ObservationMode
 
-__all__ = [
-    "check_recv",
-    "check_state",
-    "read_autoreset_mode",
-    "read_indices",
-    "read_mask",
-    "read_observation_mode",
-    "read_seeds",
-    "read_send_slots",
-    "read_slots",
-    "read_values",
-]
+
+@dataclass(frozen=True)
+class ResetArguments:
+    """What a reset was given, per slot."""
+
+    seeds: list[int | None]
+    bases: list[int | None]
+    """What the seeds of later incarnations are derived from."""
+    mask: Any
+    """Which slots, bool [num_envs]; None: all."""
+    slots: list[int]
+    options: dict[str, Any] | None
 
 
 def read_autoreset_mode(mode: AutoresetMode | str | None, is_vector: bool) -> AutoresetMode | None:
     """Return the mode; None: that of the vector environment of the user's own (`is_vector`)."""
     if mode is None:
         return None if is_vector else AutoresetMode.NEXT_STEP
-    if isinstance(mode, AutoresetMode):
-        return mode
     try:
         return AutoresetMode(mode)
     except ValueError:
@@ -65,6 +64,15 @@ def read_observation_mode(mode: Any, is_vector: bool) -> ObservationMode:
         raise SpecError("Vector(fn) batches its observations itself: leave observation_mode out")
     checked: ObservationMode = mode
     return checked
+
+
+def read_reset(call: str, seed: Any, options: Any, num_envs: int) -> ResetArguments:
+    """Return what `reset` and `reset_async` were given."""
+    expect(call, "options", options, Mapping[Any, Any] | None)
+    seeds, bases = read_seeds(seed, num_envs)
+    mask, options = read_mask(options, num_envs)
+    slots = list(range(num_envs)) if mask is None else np.flatnonzero(mask).tolist()
+    return ResetArguments(seeds, bases, mask, slots, options)
 
 
 def read_seeds(seed: Any, num_envs: int) -> tuple[list[int | None], list[int | None]]:
@@ -130,6 +138,14 @@ def check_recv(min_envs: Any, timeout_s: Any, in_flight: int) -> None:
             raise UsageError(f"recv(min_envs={min_envs}): {in_flight} slots are in flight")
     if timeout_s is not None:
         expect("recv", "timeout_s", timeout_s, float, least=0)
+
+
+def read_timeout(call: str, timeout: Any) -> float | None:
+    """Return how long a `_wait` may take, in seconds; None: as long as it takes."""
+    if timeout is not None:
+        expect(call, "timeout", timeout, float, least=0)
+    checked: float | None = timeout
+    return checked
 
 
 def read_slots(call: str, slots: Any, num_envs: int, is_vector: bool) -> list[int]:

@@ -12,7 +12,7 @@ import enum
 import pickle
 import struct
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import cloudpickle
@@ -91,10 +91,10 @@ class Raw(NamedTuple):
     num_steps: int = 0
 
 
-def brings_of(message: Any) -> tuple[Brings, int, int]:
-    """Return what the answers to this request bring, on which side, and of how many steps."""
+def brings_of(message: Any, reply: Any) -> tuple[Brings, int, int]:
+    """Return what this answer to a request brings, on which side, and of how many steps."""
     if isinstance(message, RunFragment):
-        return Brings.FRAGMENT, message.side, message.num_steps
+        return Brings.FRAGMENT, message.side, reply.result.num_steps
     return (Brings.ROWS if isinstance(message, (int, Step, Reset, Rebuild)) else Brings.NOTHING), 0, 0
 
 
@@ -217,8 +217,8 @@ def open_request(body: bytes) -> Any:
     return message
 
 
-def encode_quick(request: int) -> bytes:
-    return _QUICK.pack(5, _NUMBER, request)
+encode_quick = partial(_QUICK.pack, 5, _NUMBER)
+"""Request → bytes: a step of all slots, and its usual answer."""
 
 
 def _raw(body: bytes) -> Raw:
@@ -238,6 +238,10 @@ class FrameReader:
         self._allow_pickle = allow_pickle
 
     def feed(self, data: bytes | memoryview) -> list[Any]:
+        """Return the messages that are complete now.
+
+        One that cannot be opened raises whatever its opening raised, once: the next call goes on with the others.
+        """
         if len(data) == 9 and not self.buffer and data[4] == _NUMBER:
             return [_QUICK.unpack(data)[2]]
         self.buffer += data
@@ -248,16 +252,20 @@ class FrameReader:
             if len(self.buffer) - start < 4 + length:
                 break
             body = bytes(memoryview(self.buffer)[start + 5 : start + 4 + length])
-            if kind == _NUMBER:
-                messages.append(struct.unpack("<I", body)[0])
-            elif kind == _PLAIN:
-                messages.append(self._open_plain(body))
-            elif kind in (_FRAGMENT, _WEIGHTS):
-                messages.append(_compact()[kind](body))
-            elif self._allow_pickle:
-                messages.append(pickle.loads(body))
-            else:
-                raise ProtocolError("a pickled request, where none is taken")
+            try:
+                if kind == _NUMBER:
+                    messages.append(struct.unpack("<I", body)[0])
+                elif kind == _PLAIN:
+                    messages.append(self._open_plain(body))
+                elif kind in (_FRAGMENT, _WEIGHTS):
+                    messages.append(_compact()[kind](body))
+                elif self._allow_pickle:
+                    messages.append(pickle.loads(body))
+                else:
+                    raise ProtocolError("a pickled request, where none is taken")
+            except Exception:
+                del self.buffer[start : start + 4 + length]
+                raise
             start += 4 + length
         if start:
             del self.buffer[:start]

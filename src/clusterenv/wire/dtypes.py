@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["SCALARS", "TYPES", "code_of", "dtype_of"]
+__all__ = ["SCALARS", "TYPES", "TYPE_NAMES", "code_of", "dtype_of"]
 
 
 def _name_of(dtype: np.dtype[Any]) -> str:
@@ -17,8 +17,8 @@ def _name_of(dtype: np.dtype[Any]) -> str:
     return f"{name}.{np.finfo(dtype).nmant}" if dtype.char in "gG" else name
 
 
-def _numeric_code(dtype: np.dtype[Any]) -> bytes:
-    return f"{dtype.str[0]}{_name_of(dtype)}".encode()
+def _numeric_code(dtype: np.dtype[Any]) -> str:
+    return f"{dtype.str[0]}{_name_of(dtype)}"
 
 
 _NUMBERS = [np.dtype(char) for char in np.typecodes["All"] if np.dtype(char).kind in "biufc"]
@@ -29,8 +29,8 @@ _CODES = {(dtype.num, dtype.byteorder): _numeric_code(dtype) for dtype in _ORDER
 _UNITS = "Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as"
 _OTHERS = re.compile(rf"[<>]U[1-9][0-9]{{0,6}}|\|S[1-9][0-9]{{0,6}}|[<>][Mm]8(\[[0-9]{{0,9}}({_UNITS})\])?")
 
-SCALARS: dict[type, bytes] = {dtype.type: _numeric_code(dtype) for dtype in _NUMBERS}
-"""Type of a numeric scalar → code of its dtype."""
+SCALARS: list[type] = [np.datetime64, np.timedelta64, *(dtype.type for dtype in _NUMBERS)]
+"""Types of scalars that have a size of their own."""
 
 TYPES: dict[str, type] = {
     **{kind.__name__: kind for kind in (int, float, bool)},
@@ -39,22 +39,22 @@ TYPES: dict[str, type] = {
 }
 """Types that are values themselves, by name."""
 
+TYPE_NAMES = {kind: name for name, kind in TYPES.items()}
 
-def code_of(dtype: np.dtype[Any]) -> bytes | None:
-    """None where arrays of it may not travel."""
+
+def code_of(dtype: np.dtype[Any]) -> str | None:
+    """Return the name of a dtype; None where arrays of it may not travel."""
     code = _CODES.get((dtype.num, dtype.byteorder))
     if code is None and dtype.kind in "USMm" and _OTHERS.fullmatch(dtype.str):
-        return str(dtype.str).encode()
+        return str(dtype.str)
     return code
 
 
 @functools.lru_cache(maxsize=256)
-def dtype_of(code: bytes) -> np.dtype[Any]:
-    """The dtype of a code from the wire; ValueError where it is none."""
-    dtype = _DTYPES.get(code)
-    if dtype is None:
-        text = code.decode("ascii")
-        if not _OTHERS.fullmatch(text):
-            raise ValueError(f"no arrays of dtype {text!r} travel")
-        dtype = np.dtype(text)
-    return dtype
+def dtype_of(code: str) -> np.dtype[Any]:
+    """Return the dtype of a name from the wire; ValueError where it is none."""
+    if code in _DTYPES:
+        return _DTYPES[code]
+    if not _OTHERS.fullmatch(code):
+        raise ValueError(f"no arrays of dtype {code!r:.50} travel")
+    return np.dtype(code)

@@ -34,7 +34,7 @@ Columns = dict[str, Column]
 
 
 def pack(infos: Iterable[tuple[int, dict[str, Any]]]) -> Columns:
-    """Columns of (row, info) pairs, keys in order of first appearance."""
+    """Return the columns of (row, info) pairs, keys in order of first appearance."""
     rows: dict[str, list[int]] = {}
     values: dict[str, list[Any]] = {}
     for row, info in infos:
@@ -98,7 +98,7 @@ def _join(key: str, columns: list[Column], size: int) -> Any:
 
 
 def _index(rows: list[int]) -> slice | list[int]:
-    """Rows ascend; where none is missing a slice does, which numpy takes many times faster than a list."""
+    """Return the rows, which ascend, as a slice where none is missing: numpy is many times faster with it."""
     return slice(rows[0], rows[-1] + 1) if rows and rows[-1] - rows[0] + 1 == len(rows) else rows
 
 

@@ -11,57 +11,33 @@ import msgspec
 
 from clusterenv.code.packages import Wanted
 
-__all__ = [
-    "PROTOCOL",
-    "Answer",
-    "Beat",
-    "Bye",
-    "Chunk",
-    "Code",
-    "Exited",
-    "Failed",
-    "Fragments",
-    "FromHead",
-    "FromNode",
-    "Hello",
-    "AssignShard",
-    "Kill",
-    "Lacks",
-    "Leave",
-    "Offer",
-    "Output",
-    "Pull",
-    "Refused",
-    "StepAll",
-    "Rows",
-    "SteppedAll",
-    "StackTrace",
-    "Start",
-    "ToWorker",
-    "TraceStack",
-    "Welcome",
-    "Withdrawn",
-]
-
-PROTOCOL = 6
+PROTOCOL = 7
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
     """Sent as an array that begins with the message's name."""
 
 
+class _ShardMessage(_Message):
+    shard: int
+
+
+class _WorkerMessage(_ShardMessage):
+    worker: int
+
+
 # -- node → head ------------------------------------------------------------------------------------------------
 
 
 class Hello(_Message):
-    """The first thing that a node says."""
+    """The first message of a node."""
 
     protocol: int
     clusterenv: str
     python: str
     gymnasium: str
     instance: str
-    """Made up when the agent started: tells a node that comes back from another with the same key."""
+    """Random, chosen when the agent starts: distinguishes a node that reconnects from another with the same key."""
     host: str
     pid: int
     cores: int
@@ -72,73 +48,66 @@ class Hello(_Message):
     and are to be refused by their number."""
 
 
-class Failed(_Message):
+class Failed(_ShardMessage):
     """This node cannot run the workers of a shard."""
 
-    shard: int
     text: str
     is_code: bool = True
     """The code of the environments could not be loaded; False: the machine does not allow so many workers."""
 
 
-class Lacks(_Message):
+class Lacks(_ShardMessage):
     """Packages that the shard's code names, and that this node cannot import as they are on the head."""
 
-    shard: int
     packages: tuple[str, ...]
 
 
-class Answer(_Message):
+class Answer(_WorkerMessage):
     """What a worker answered, or a part of it; frames: its plain data (none after a quick reply), then its rows."""
 
-    shard: int
-    worker: int
     request: int
     last: bool
     slots: tuple[int, ...]
 
 
-class SteppedAll(_Message):
+class SteppedAll(_ShardMessage):
     """All workers of the shard have done a whole step; frames: the rows of all, then plain data of `workers`."""
 
-    shard: int
     request: int
     workers: tuple[int, ...]
 
 
-class Exited(_Message):
-    shard: int
-    worker: int
+class Exited(_WorkerMessage):
     reason: str
     tail: str
 
 
-class Output(_Message):
+class Output(_WorkerMessage):
     """Lines that a worker printed."""
 
-    shard: int
-    worker: int
     text: str
     dropped: int = 0
     """Lines before these that the node dropped."""
 
+    @property
+    def num_lines(self) -> int:
+        return self.text.count("\n") + 1 if self.text else 0
 
-class StackTrace(_Message):
+
+class StackTrace(_WorkerMessage):
     """Where a worker is, as `TraceStack` asked."""
 
-    shard: int
-    worker: int
     text: str
 
 
 class Beat(_Message):
-    """Once in a while, whatever happens: this node is there. Workers' progress: (worker, pid, slot, phase, step)."""
+    """Sent at regular intervals: this node is alive. Workers' progress: (worker, pid, slot, phase, step)."""
 
     progress: tuple[tuple[int, int, int, int, int], ...]
 
 
 class Pull(_Message):
-    """So many bytes of some weights, please; none: they are all here; -1: offer them whole, these cannot be used."""
+    """Ask for `size` bytes of some weights; 0: all have arrived; -1: they cannot be used, offer them whole."""
 
     weights: int
     at: int
@@ -163,13 +132,12 @@ class Welcome(_Message):
 class Refused(_Message):
     reason: str
     final: bool
-    """False: it may come again."""
+    """False: it may try again."""
 
 
-class AssignShard(_Message):
+class AssignShard(_ShardMessage):
     """Take this shard; frame: the environments' code."""
 
-    shard: int
     workers: tuple[tuple[int, tuple[int, ...]], ...]
     """(worker, its slots)"""
     num_envs: int
@@ -185,34 +153,25 @@ class AssignShard(_Message):
     """The user's own packages that the code names: the node asks for those that it lacks (`Lacks`)."""
 
 
-class Code(_Message):
+class Code(_ShardMessage):
     """The answer to `Lacks`; frame: the files that can be sent."""
 
-    shard: int
 
-
-class Rows(_Message):
+class Rows(_ShardMessage):
     """The memory of rows; frame: its layout."""
 
-    shard: int
 
-
-class Fragments(_Message):
+class Fragments(_ShardMessage):
     """The memory of fragments; frame: its layout."""
 
-    shard: int
+
+class Start(_WorkerMessage):
+    pass
 
 
-class Start(_Message):
-    shard: int
-    worker: int
-
-
-class ToWorker(_Message):
+class ToWorker(_WorkerMessage):
     """For a worker; frames: the request as the worker reads it, then the sides (and actions) of its slots."""
 
-    shard: int
-    worker: int
     request: int
     slots: tuple[int, ...]
     """Whose sides (and actions) come along."""
@@ -221,27 +180,22 @@ class ToWorker(_Message):
     """It is about these weights, and waits for them where they are still to come."""
 
 
-class StepAll(_Message):
+class StepAll(_ShardMessage):
     """Every worker of the shard steps all its slots; frames: sides and actions."""
 
-    shard: int
     request: int
 
 
-class Kill(_Message):
-    shard: int
-    worker: int
+class Kill(_WorkerMessage):
+    pass
 
 
-class TraceStack(_Message):
+class TraceStack(_WorkerMessage):
     """Ask where a worker is that has been in one call for long; answered by `StackTrace`."""
-
-    shard: int
-    worker: int
 
 
 class Offer(_Message):
-    """Weights to be pulled; `place` is where in the machine's memory they go. What has to wait for them names them."""
+    """Weights to pull into the machine's memory at `place`. Requests that need them name them."""
 
     weights: int
     """Their number in the head's ledger."""
@@ -268,10 +222,9 @@ class Withdrawn(_Message):
     weights: int
 
 
-class Leave(_Message):
+class Leave(_ShardMessage):
     """Give the shard up, or (-1) all of them, and end."""
 
-    shard: int
     reason: str = ""
     failed: bool = False
     """The run ended by an exception."""

@@ -6,7 +6,7 @@ what comes beside them (infos, results, frames) has none, and is limited here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,10 @@ RECORD_BYTES = 2 << 30
 """The frames of one recorded episode."""
 
 _PART_BYTES = 8 << 20
-"""A part is closed once it holds so much."""
+"""A part is closed once it holds this much."""
 
 _DEEPEST = 20
-"""Containers in each other that are looked into: a list may hold itself."""
+"""Depth to which containers are measured: a list may contain itself."""
 
 
 def split(reply: Reply) -> Iterator[Reply]:
@@ -37,31 +37,29 @@ def split(reply: Reply) -> Iterator[Reply]:
     if not isinstance(reply.result, list) or size_of(reply.result) <= _PART_BYTES:
         yield reply
         return
-    part: list[Any] = []
+    *parts, last = _chunks(piece for item in reply.result for piece in _pieces(item))
+    for part in parts:
+        yield reply._replace(result=part, last=False)
+    yield reply._replace(result=last)
+
+
+def _pieces(item: Any) -> Iterable[Any]:
+    """Divide the frames of a recorded episode; anything else is one piece."""
+    if isinstance(item, Episode) and item.frames:
+        return (item._replace(frames=frames) for frames in _chunks(item.frames))
+    return (item,)
+
+
+def _chunks(items: Iterable[Any]) -> Iterator[list[Any]]:
+    chunk: list[Any] = []
     size = 0
-    for item in _items(reply.result):
-        if part and size >= _PART_BYTES:
-            yield reply._replace(result=part, last=False)
-            part, size = [], 0
-        part.append(item)
+    for item in items:
+        if size >= _PART_BYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(item)
         size += size_of(item)
-    yield reply._replace(result=part)
-
-
-def _items(results: list[Any]) -> Iterator[Any]:
-    for item in results:
-        if not isinstance(item, Episode) or not item.frames:
-            yield item
-            continue
-        frames: list[Any] = []
-        size = 0
-        for frame in item.frames:
-            if frames and size >= _PART_BYTES:
-                yield item._replace(frames=frames)
-                frames, size = [], 0
-            frames.append(frame)
-            size += size_of(frame)
-        yield item._replace(frames=frames)
+    yield chunk
 
 
 def join(results: list[Any], part: list[Any]) -> None:

@@ -1,31 +1,27 @@
-"""Bytes to plain data. The bytes may be anything: sizes are held against what is there, and cost is counted, first."""
+"""Bytes to plain data. The bytes may be anything: sizes are compared with what is there, and cost is counted, first."""
 
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import struct
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from clusterenv.wire import dtypes, spaces
 from clusterenv.wire import format as wire
-from clusterenv.wire.format import DEEPEST, PLACE_COST, SEQUENCE_COST, Words
 
 __all__ = ["Damaged", "Reader", "why"]
 
-_u32 = struct.Struct("<I").unpack_from
-_u64 = struct.Struct("<Q").unpack_from
-_i64 = struct.Struct("<q").unpack_from
-_f64 = struct.Struct("<d").unpack_from
-_c128 = struct.Struct("<dd").unpack_from
-_shape_of = [struct.Struct(f"<{ndim}Q").unpack_from for ndim in range(256)]
+_HEAD = struct.Struct("<cI")
 
 
 class Damaged(Exception):
-    """The bytes are none of ours."""
+    """The bytes are not a message of this format."""
 
 
 def why(error: Exception) -> str:
@@ -37,267 +33,185 @@ def why(error: Exception) -> str:
     return text.encode("ascii", "backslashreplace").decode()
 
 
+@functools.cache
+def _decoder() -> msgspec.msgpack.Decoder[Any]:
+    """Decode trees. Their type is spelled out to its depth: of `Any`, msgspec would also make dicts and other types."""
+    node: Any = None | bool | int | float | str
+    for _ in range(wire.DEEPEST + 2):  # a dict or an array beyond the deepest container
+        node = None | bool | int | float | str | list[node]
+    return msgspec.msgpack.Decoder(node)
+
+
 class Reader:
-    """One message; `at` is how far it is read, `left` how many bytes of memory it may still take."""
+    """Reads one message; `at` is where its next buffer begins, `left` how many bytes of memory it may still take."""
 
-    __slots__ = ("at", "data", "left", "words")
+    __slots__ = ("at", "classes", "data", "left")
 
-    def __init__(self, data: bytes | memoryview, at: int, words: Words) -> None:
-        self.data = data
-        self.at = at
-        self.left = wire.FREE + wire.PER_BYTE * len(data)
-        self.words = words
+    def __init__(self, data: bytes | memoryview, classes: dict[str, Any]) -> None:
+        self.data = memoryview(data).cast("B")
+        self.classes = classes
+        self.at = _HEAD.size
+        self.left = wire.FREE + wire.PER_BYTE * len(self.data)
 
-    def read(self, depth: int) -> Any:
-        """The value that comes next and lies in so many containers."""
-        at = self.at
-        self.at = at + 1
-        return _READERS[self.data[at]](self, depth)
+    def read(self) -> Any:
+        """Return the value of the message."""
+        version, size = _HEAD.unpack_from(self.data)
+        if version != wire.VERSION:
+            raise Damaged("it has another version, or is no message at all")
+        tree = bytes(self.take(size, 0))
+        self.spend(wire.tree_cost(tree))
+        node = _decoder().decode(tree)
+        value = _READERS[node[0]](self, node) if node.__class__ is list else node
+        if self.at < len(self.data) and bytes(self.data[self.at :]).strip(b"\0"):
+            raise Damaged("more follows its value")
+        return value
+
+    def values(self, node: list[Any], skip: int = 1) -> list[Any]:
+        """Return the values of a node's entries but the first ones. In place: a copy would take memory twice."""
+        del node[:skip]
+        if list in map(type, node):
+            for index, entry in enumerate(node):
+                if entry.__class__ is list:
+                    node[index] = _READERS[entry[0]](self, entry)
+        return node
 
     def spend(self, cost: int) -> None:
         self.left -= cost
         if self.left < 0:
             raise Damaged("it would take too much memory for its length")
 
-    def skip(self, size: int) -> int:
-        """Where the next `size` bytes begin; they are there."""
+    def take(self, size: int, cost: int = wire.BUFFER_COST) -> memoryview:
+        """Return the next buffer."""
         at = self.at
-        if size > len(self.data) - at:
+        if not 0 <= size <= len(self.data) - at:
             raise Damaged("it ends too early")
         self.at = at + size
-        return at
-
-    def count(self) -> int:
-        """How many values come next; each takes a byte at least."""
-        at = self.at
-        count: int = _u32(self.data, at)[0]
-        self.at = at + 4
-        if count > len(self.data) - at - 4:
-            raise Damaged("it ends too early")
-        return count
-
-    def short(self) -> bytes:
-        size = self.data[self.at]
-        self.at += 1
-        at = self.skip(size)
-        return bytes(self.data[at : at + size])
-
-    def raw(self) -> bytes | memoryview:
-        size = _u64(self.data, self.at)[0]
-        self.at += 8
-        self.spend(wire.TEXT_COST)
-        at = self.skip(size)
+        self.spend(cost * size)
         return self.data[at : at + size]
 
-    def shape(self) -> tuple[int, ...]:
-        ndim = self.data[self.at]
-        shape = _shape_of[ndim](self.data, self.at + 1)
-        self.at += 1 + 8 * ndim
-        return shape
 
-    def enter(self, depth: int, cost: int) -> None:
-        if depth >= DEEPEST:
-            raise Damaged(f"it is more than {DEEPEST} deep")
-        self.spend(cost)
-
-    def items(self, count: int, depth: int) -> list[Any]:
-        self.enter(depth, SEQUENCE_COST + PLACE_COST * count)
-        depth += 1
-        data = self.data
-        values: list[Any] = []
-        for _ in range(count):
-            at = self.at
-            self.at = at + 1
-            values.append(_READERS[data[at]](self, depth))
-        return values
+def _numbers(r: Reader, node: list[Any], code: str) -> list[Any]:
+    (_, count) = node
+    return list(struct.unpack(f"<{count}{code}", r.take(8 * count)))
 
 
-def _unknown(r: Reader, depth: int) -> NoReturn:
-    raise Damaged(f"no value begins with byte {r.data[r.at - 1]}")
+def _text(r: Reader, node: list[Any]) -> str:
+    return str(_raw(r, node), "utf-8", "surrogatepass")
 
 
-def _small(r: Reader, depth: int) -> int:
-    at = r.at
-    r.at = at + 1
-    return r.data[at]
+def _raw(r: Reader, node: list[Any]) -> memoryview:
+    (_, size) = node
+    return r.take(size)
 
 
-def _int(r: Reader, depth: int) -> Any:
-    at = r.at
-    r.at = at + 8
-    return _i64(r.data, at)[0]
+def _complex(r: Reader, node: list[Any]) -> complex:
+    (_, real, imaginary) = node
+    return complex(real, imaginary)
 
 
-def _big(r: Reader, depth: int) -> int:
-    return int.from_bytes(r.raw(), "little", signed=True)
-
-
-def _float(r: Reader, depth: int) -> Any:
-    at = r.at
-    r.at = at + 8
-    return _f64(r.data, at)[0]
-
-
-def _complex(r: Reader, depth: int) -> complex:
-    at = r.at
-    r.at = at + 16
-    return complex(*_c128(r.data, at))
-
-
-def _str(r: Reader, depth: int) -> str:
-    return str(r.raw(), "utf-8", "surrogatepass")
-
-
-def _list(r: Reader, depth: int) -> list[Any]:
-    return r.items(r.count(), depth)
-
-
-def _numbers(r: Reader, depth: int, code: str) -> list[Any]:
-    count = r.count()
-    r.enter(depth, SEQUENCE_COST + PLACE_COST * count)
-    return list(struct.unpack_from(f"<{count}{code}", r.data, r.skip(8 * count)))
-
-
-def _texts(r: Reader, depth: int) -> list[str]:
-    count = r.count()
-    r.enter(depth, SEQUENCE_COST + count * (PLACE_COST + wire.TEXT_COST))
-    text = str(r.raw(), "utf-8", "surrogatepass")
-    if text.count("\0") != count - 1:
-        raise Damaged("its texts are fewer or more")
-    return text.split("\0")
-
-
-def _rows(r: Reader, depth: int) -> list[Any]:
-    count, width = r.count(), r.count()
-    r.enter(depth, SEQUENCE_COST + count * (PLACE_COST + SEQUENCE_COST + PLACE_COST * width))
-    columns = [r.read(depth + 1) for _ in range(width)]
-    if not columns or any(type(column) is not list or len(column) != count for column in columns):
-        raise Damaged("its rows differ in length")
+def _rows(r: Reader, node: list[Any]) -> list[Any]:
+    columns = r.values(node)
+    r.spend(wire.rows_cost(len(columns[0]), len(columns)))
+    if any(type(column) is not list for column in columns):
+        raise Damaged("a column of its rows is no list")
     return list(zip(*columns, strict=True))
 
 
-def _struct(r: Reader, depth: int) -> Any:
-    name = r.short()
-    kind = r.words.structs.get(name)
-    count = _small(r, depth)
-    if kind is None or count != len(kind._fields):
-        raise Damaged(f"there is no {name!r} of {count} fields")
-    return kind._make(r.items(count, depth))
+def _struct(r: Reader, node: list[Any]) -> Any:
+    kind = r.classes[node[1]]
+    if len(node) - 2 != len(kind._fields):
+        raise Damaged(f"there is no {kind.__name__} of {len(node) - 2} fields")
+    return kind._make(r.values(node, 2))
 
 
-def _dict(r: Reader, depth: int) -> dict[Any, Any]:
-    count = r.count()
-    r.enter(depth, wire.table_cost(count))
-    depth += 1
-    found = {}
-    for _ in range(count):
-        key = r.read(depth)
-        found[key] = r.read(depth)
-    if len(found) != count:
+def _tuple(r: Reader, node: list[Any]) -> tuple[Any, ...]:
+    r.spend(wire.PLACE_COST * len(node))
+    return tuple(r.values(node))
+
+
+def _dict(r: Reader, node: list[Any]) -> dict[Any, Any]:
+    (_, keys, values) = node
+    r.spend(wire.table_cost(len(keys)))
+    keys = r.values(keys, 0)
+    found = dict(zip(keys, r.values(values, 0), strict=True))
+    if len(found) != len(keys):
         raise Damaged("a key is there twice")
     return found
 
 
-def _set(r: Reader, depth: int) -> set[Any]:
-    count = r.count()
-    r.enter(depth, wire.table_cost(count))
-    found = {r.read(depth + 1) for _ in range(count)}
-    if len(found) != count:
+def _set(r: Reader, node: list[Any]) -> set[Any]:
+    r.spend(wire.set_cost(len(node)))
+    values = r.values(node)
+    found = set(values)
+    if len(found) != len(values):
         raise Damaged("an element is there twice")
     return found
 
 
-def _enum(r: Reader, depth: int) -> enum.Enum:
-    name, member = r.short(), r.short().decode()
-    value: enum.Enum | None = getattr(r.words.enums.get(name), "__members__", {}).get(member)
-    if value is None:
-        raise Damaged(f"there is no {name!r}.{member!r}")
+def _enum(r: Reader, node: list[Any]) -> enum.Enum:
+    (_, name, member) = node
+    value: enum.Enum = r.classes[name].__members__[member]
     return value
 
 
-def _type(r: Reader, depth: int) -> type:
-    name = r.short().decode()
-    if name not in dtypes.TYPES:
-        raise Damaged(f"no type {name!r} travels")
-    return dtypes.TYPES[name]
+def _size(shape: list[Any]) -> int:
+    if any(type(length) is not int for length in shape):  # a text times a number is a text
+        raise Damaged("a shape is not made of numbers")
+    return math.prod(shape)
 
 
-def _array(r: Reader, depth: int) -> np.ndarray[Any, Any]:
-    r.spend(wire.ARRAY_COST)
-    dtype = dtypes.dtype_of(r.short())
-    return _array_of(r, dtype, r.shape())
-
-
-def _scalar(r: Reader, depth: int) -> Any:
-    r.spend(wire.TEXT_COST)
-    return _array_of(r, dtypes.dtype_of(r.short()), ())[()]
-
-
-def _array_of(r: Reader, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    size = math.prod(shape) * dtype.itemsize
-    at = r.skip(size)
-    array: np.ndarray[Any, Any]
+def _array(r: Reader, node: list[Any]) -> np.ndarray[Any, Any]:
+    (_, code, *shape) = node
+    dtype = dtypes.dtype_of(code)
+    data = r.take(_size(shape) * dtype.itemsize)
     if dtype.kind == "b":  # numpy trusts a bool to be 0 or 1
-        array = np.empty(shape, np.bool_)
-        np.not_equal(np.ndarray(shape, np.uint8, r.data, at), 0, out=array)
-        return array
-    if dtype.kind == "U" and np.any(np.ndarray(size // 4, f"{dtype.str[0]}u4", r.data, at) > 0x10FFFF):
+        flags: np.ndarray[Any, Any] = np.empty(shape, np.bool_)
+        np.not_equal(np.ndarray(shape, np.uint8, data), 0, out=flags)
+        return flags
+    if dtype.kind == "U" and np.any(np.frombuffer(data, f"{dtype.str[0]}u4") > 0x10FFFF):
         raise Damaged("a text has characters that do not exist")  # numpy only fails when it looks at them
-    array = np.ndarray(shape, dtype, r.data, at).copy()
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data).copy()
     return array
 
 
-def _objects(r: Reader, depth: int) -> np.ndarray[Any, Any]:
-    shape = r.shape()
-    count = math.prod(shape)
-    if count > len(r.data) - r.at:
-        raise Damaged("it ends too early")
-    r.spend(wire.ARRAY_COST)
-    values = r.items(count, depth)
-    array = np.empty(count, object)
-    array[:] = values
+def _objects(r: Reader, node: list[Any]) -> np.ndarray[Any, Any]:
+    shape = node[1]
+    if _size(shape) != len(node) - 2:
+        raise Damaged("an array has fewer or more elements than its shape")
+    r.spend(wire.objects_cost(len(node)))
+    array = np.empty(len(node) - 2, object)
+    array[:] = r.values(node, 2)
     return array.reshape(shape)
 
 
-def _space(r: Reader, depth: int) -> Any:
-    name = r.short()
-    kind = _SPACES.get(name)
-    if kind is None:
-        raise Damaged(f"there is no space {name!r}")
-    values = r.items(r.count(), depth)
+def _space(r: Reader, node: list[Any]) -> Any:
+    kind = _SPACES[node[1]]
+    values = r.values(node, 2)
     r.spend(spaces.cost(kind, values))
     return spaces.KINDS[kind].build(*values)
 
 
-_SPACES = {kind.__name__.encode(): kind for kind in spaces.KINDS}
-_BY_TAG: dict[int, Callable[[Reader, int], Any]] = {
-    wire.NONE: lambda r, depth: None,
-    wire.FALSE: lambda r, depth: False,
-    wire.TRUE: lambda r, depth: True,
-    wire.SMALL: _small,
-    wire.INT: _int,
-    wire.BIG: _big,
-    wire.FLOAT: _float,
-    wire.COMPLEX: _complex,
-    wire.STR: _str,
-    wire.BYTES: lambda r, depth: bytes(r.raw()),
-    wire.LIST: _list,
-    wire.INTS: lambda r, depth: _numbers(r, depth, "q"),
-    wire.FLOATS: lambda r, depth: _numbers(r, depth, "d"),
-    wire.TEXTS: _texts,
-    wire.ROWS: _rows,
-    wire.TUPLE: lambda r, depth: tuple(r.items(r.count(), depth)),
+_SPACES = {kind.__name__: kind for kind in spaces.KINDS}
+_READERS: dict[int, Callable[[Reader, list[Any]], Any]] = {
+    wire.LIST: Reader.values,
+    wire.TUPLE: _tuple,
     wire.DICT: _dict,
     wire.SET: _set,
-    wire.FROZENSET: lambda r, depth: frozenset(_set(r, depth)),
+    wire.FROZENSET: lambda r, node: frozenset(_set(r, node)),
     wire.STRUCT: _struct,
-    wire.ENUM: _enum,
-    wire.TYPE: _type,
-    wire.ARRAY: _array,
     wire.OBJECTS: _objects,
-    wire.SCALAR: _scalar,
-    wire.NP_STR: lambda r, depth: np.str_(_str(r, depth)),
-    wire.NP_BYTES: lambda r, depth: np.bytes_(bytes(r.raw())),
     wire.SPACE: _space,
+    wire.INTS: lambda r, node: _numbers(r, node, "q"),
+    wire.FLOATS: lambda r, node: _numbers(r, node, "d"),
+    wire.ROWS: _rows,
+    wire.INT: lambda r, node: int.from_bytes(_raw(r, node), "little", signed=True),
+    wire.COMPLEX: _complex,
+    wire.STR: _text,
+    wire.BYTES: lambda r, node: bytes(_raw(r, node)),
+    wire.NP_STR: lambda r, node: np.str_(_text(r, node)),
+    wire.NP_BYTES: lambda r, node: np.bytes_(bytes(_raw(r, node))),
+    wire.SCALAR: lambda r, node: _array(r, node)[()],
+    wire.ARRAY: _array,
+    wire.ENUM: _enum,
+    wire.TYPE: lambda r, node: dtypes.TYPES[node[1]],
 }
-_READERS = [_BY_TAG.get(tag, _unknown) for tag in range(256)]

@@ -6,28 +6,6 @@ from typing import Any, NamedTuple
 
 from clusterenv.policy.acting.named import Named
 
-__all__ = [
-    "Attach",
-    "Build",
-    "Built",
-    "Call",
-    "Close",
-    "Episode",
-    "Evaluate",
-    "Fault",
-    "FragmentResult",
-    "LoadWeights",
-    "MapArena",
-    "MissingKeys",
-    "Reply",
-    "Reset",
-    "RunFragment",
-    "Rebuild",
-    "SetAttr",
-    "SetPolicy",
-    "Step",
-]
-
 
 class Sticky(NamedTuple):
     """A `set_attr` or `call` to repeat on every later incarnation of a slot."""
@@ -145,7 +123,7 @@ class MapArena(NamedTuple):
 
 
 class RunFragment(NamedTuple):
-    """Act and step for so many steps; answered by a `Reply` whose result is a `FragmentResult`."""
+    """Act and step `num_steps` times; answered by a `Reply` whose result is a `FragmentResult`."""
 
     request: int
     num_steps: int
@@ -153,9 +131,9 @@ class RunFragment(NamedTuple):
     knobs: dict[str, Any]
     incarnations: list[int]
     sample_every: int = 0
-    """One state in so many of each slot's is sampled for drift; 0: none."""
+    """Sample one in this many of each slot's states for drift; 0: none."""
     sample_within: int | None = None
-    """Only of the first so many steps: a recurrent policy is replayed from its state at row 0."""
+    """Only within this many first steps: a recurrent policy is replayed from its state at row 0."""
 
 
 class DriftSamples(NamedTuple):
@@ -246,13 +224,13 @@ class Fault(NamedTuple):
 
 class Built(NamedTuple):
     request: int
-    observation_space: Any
-    action_space: Any
-    metadata: dict[str, Any]
-    render_mode: str | None
-    others: list[tuple[int, Any, Any]]
+    observation_space: Any = None
+    action_space: Any = None
+    metadata: dict[str, Any] = {}  # noqa: RUF012  never mutated: NamedTuple default
+    render_mode: str | None = None
+    others: list[tuple[int, Any, Any]] = []  # noqa: RUF012
     """(slot, observation space, action space) where these differ from those of this worker's first slot."""
-    faults: list[Fault]
+    faults: list[Fault] = []  # noqa: RUF012
 
 
 class Reply(NamedTuple):

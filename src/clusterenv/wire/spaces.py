@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,13 +30,13 @@ class Kind(NamedTuple):
 
 
 def cost(kind: type[Space[Any]], values: list[Any]) -> int:
-    """Bytes that building a space takes beside its parts, no less. The parts may be anything."""
+    """Return the bytes that building a space takes beside its parts, no less. The parts may be anything."""
     size = _SPACE + _PART * len(values)
     size += sum(_box(value.size, value.itemsize) for value in values if isinstance(value, np.ndarray))
     if kind is spaces.Text:
         size += _CHARACTER * len(values[-1])
     elif kind is spaces.Graph or (kind is spaces.Sequence and values[-1]):
-        size += sum(map(_batched, values))
+        size += sum(_batched(value) for value in values if isinstance(value, Space))
     return size
 
 
@@ -43,30 +44,16 @@ def _box(size: int, itemsize: int) -> int:
     return size * (itemsize + 3)
 
 
-def _batched(space: Any) -> int:
-    """Bytes of what Gymnasium's `batch_space` makes of it for a stacked sequence or a graph.
-
-    It copies stacked sequences and graphs whole, so that each level of them doubles.
-    """
-    kind = type(space)
-    if kind is spaces.Box:
-        return _BATCHED + 3 * _box(space.low.size, space.low.itemsize)
-    if kind is spaces.MultiDiscrete:
-        return _BATCHED + 3 * _box(space.nvec.size, space.nvec.itemsize)
-    if kind is spaces.MultiBinary:
-        return _BATCHED + 3 * _box(math.prod(space.shape), 1)
-    if kind is spaces.Text:
-        return 2 * _BATCHED + _CHARACTER * len(space.character_list)
-    if kind is spaces.Dict:
-        return _BATCHED + sum(_PART + _batched(inner) for inner in space.spaces.values())
-    if kind in (spaces.Tuple, spaces.OneOf):
-        return _BATCHED + sum(map(_batched, space.spaces))
-    if kind is spaces.Sequence:
-        return 2 * _BATCHED + (2 if space.stack else 1) * _batched(space.feature_space)
-    if kind is spaces.Graph:
-        edges = 0 if space.edge_space is None else _batched(space.edge_space)
-        return 2 * _BATCHED + 2 * (_batched(space.node_space) + edges)
-    return _BATCHED
+def _batched(space: Space[Any]) -> int:
+    """Return the bytes of what Gymnasium's `batch_space` makes of it for a stacked sequence or a graph."""
+    size = _BATCHED + sum(_PART + _batched(inner) for inner in _within(space))
+    if isinstance(space, spaces.Text):
+        return size + _BATCHED + _CHARACTER * len(space.character_list)
+    if isinstance(space, (spaces.Sequence, spaces.Graph)):
+        return 2 * size  # copied whole where they are stacked, so that each level of them doubles
+    if space.shape is not None and space.dtype is not None:
+        return size + 3 * _box(math.prod(space.shape), space.dtype.itemsize)
+    return size
 
 
 # Parts are looked at before Gymnasium gets them: its errors spell out the values that they are about, however large.
@@ -78,25 +65,18 @@ def _check(good: bool, what: str) -> None:
 
 
 def _box_parts(space: spaces.Box) -> Parts:
-    flags = None
-    # Where an integer Box was given infinity, only these remember it.
-    below, above = space.bounded_below, space.bounded_above
-    if not (np.array_equal(below, -np.inf < space.low) and np.array_equal(above, space.high < np.inf)):
-        flags = (np.asarray(below), np.asarray(above))
-    return [(".low", space.low), (".high", space.high), (".bounded_below", flags)]
+    # Where an integer Box was given infinity, only the flags remember it. Without dimensions they are no arrays.
+    names = ("low", "high", "bounded_below", "bounded_above")
+    return [(f".{name}", np.asarray(getattr(space, name))) for name in names]
 
 
-def _build_box(low: Any, high: Any, flags: Any) -> spaces.Box:
-    _check(isinstance(low, np.ndarray) and isinstance(high, np.ndarray), "Box")
-    _check(low.dtype == high.dtype and low.dtype.kind in "biuf" and low.shape == high.shape, "Box")
+def _build_box(low: Any, high: Any, below: Any, above: Any) -> spaces.Box:
+    parts = (low, high, below, above)
+    _check(all(isinstance(part, np.ndarray) and part.shape == low.shape for part in parts), "Box")
+    _check(low.dtype == high.dtype and low.dtype.kind in "biuf" and below.dtype == above.dtype == np.bool_, "Box")
     _check(bool(np.all(low <= high)), "Box")  # nor is nan among them
     space = spaces.Box(low, high, low.shape, low.dtype)
-    for name, flag in zip(("bounded_below", "bounded_above"), (None, None) if flags is None else flags, strict=True):
-        if flag is None:  # numpy made no array of it where the space has no dimensions
-            setattr(space, name, np.asarray(getattr(space, name)))
-        else:
-            _check(isinstance(flag, np.ndarray) and flag.dtype == np.bool_ and flag.shape == low.shape, "Box")
-            setattr(space, name, flag)
+    space.bounded_below, space.bounded_above = below, above
     return space
 
 
@@ -143,14 +123,10 @@ def _inner_parts(space: spaces.Tuple[Any] | spaces.OneOf[Any]) -> Parts:
     return [(f"[{i}]", inner) for i, inner in enumerate(space.spaces)]
 
 
-def _build_tuple(*inner: Any) -> spaces.Tuple[Any]:
-    _check(all(isinstance(space, Space) for space in inner), "Tuple")
-    return spaces.Tuple(inner)
-
-
-def _build_one_of(*inner: Any) -> spaces.OneOf[Any]:
-    _check(all(isinstance(space, Space) for space in inner), "OneOf")
-    return spaces.OneOf(inner)
+def _build_from_inner(kind: Any, *inner: Any) -> Space[Any]:
+    _check(all(isinstance(space, Space) for space in inner), kind.__name__)
+    space: Space[Any] = kind(inner)
+    return space
 
 
 def _build_sequence(feature: Any, stack: Any) -> spaces.Sequence:
@@ -173,8 +149,8 @@ KINDS: dict[type[Space[Any]], Kind] = {
         _build_text,
     ),
     spaces.Dict: Kind(_dict_parts, _build_dict),
-    spaces.Tuple: Kind(_inner_parts, _build_tuple),
-    spaces.OneOf: Kind(_inner_parts, _build_one_of),
+    spaces.Tuple: Kind(_inner_parts, partial(_build_from_inner, spaces.Tuple)),
+    spaces.OneOf: Kind(_inner_parts, partial(_build_from_inner, spaces.OneOf)),
     spaces.Sequence: Kind(lambda s: [(".feature_space", s.feature_space), (".stack", s.stack)], _build_sequence),
     spaces.Graph: Kind(lambda s: [(".node_space", s.node_space), (".edge_space", s.edge_space)], _build_graph),
 }

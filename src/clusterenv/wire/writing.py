@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import struct
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 
-from clusterenv.wire import dtypes
+from clusterenv.wire import dtypes, spaces
 from clusterenv.wire import format as wire
-from clusterenv.wire.format import DEEPEST, PLACE_COST, SEQUENCE_COST, Words, short
+from clusterenv.wire.format import DEEPEST
+from clusterenv.wire.reading import Reader, why
 
-__all__ = ["WRITERS", "Refused", "Write", "Writer", "qualified", "write_enum", "write_other", "write_struct"]
+__all__ = ["WRITERS", "Refused", "Writer", "qualified", "write_enum", "write_struct"]
 
 _LONGEST_REPR = 1000
+_FEWEST_NUMBERS = 16
+"""Shorter lists of numbers stay in the tree."""
 _FEWEST_ROWS = 4
 """Fewer tuples are sooner written one by one than turned into columns."""
 
-_with_count = struct.Struct("<BI").pack
-_with_counts = struct.Struct("<BII").pack
-_with_size = struct.Struct("<BQ").pack
-_with_int = struct.Struct("<Bq").pack
-_with_float = struct.Struct("<Bd").pack
-_with_complex = struct.Struct("<Bdd").pack
-_SMALL_INTS = [bytes((wire.SMALL, number)) for number in range(256)]
+_ATOMS = {type(None), bool, int, float, str}
+_SAFE_ATOMS = {type(None), bool, float}
 
 
 class Refused(Exception):
@@ -49,312 +48,283 @@ def _text_of(value: Any) -> str:
 
 
 class Writer:
-    """One message in the making."""
+    """Turns one value into a node of the tree, and buffers.
 
-    __slots__ = ("by_repr", "chunks", "cost", "in_space", "open", "words", "writers")
+    Args:
+        writers: what turns each type that may travel into a node.
+        classes: the named tuples and enums that may travel, by name.
+        by_repr: send the repr of what is not plain in its place.
+        is_careful: look at every int and text: the tree cannot hold some of them.
+    """
 
-    def __init__(self, words: Words, by_repr: bool) -> None:
-        self.words = words
-        self.writers = words.writers
+    __slots__ = ("around", "atoms", "buffers", "by_repr", "classes", "cost", "in_space", "writers")
+
+    def __init__(self, writers: dict[type, Write], classes: dict[str, Any], by_repr: bool, is_careful: bool) -> None:
+        self.writers = writers
+        self.classes = classes
         self.by_repr = by_repr
-        self.chunks: list[Any] = [wire.VERSION]
+        self.atoms = _SAFE_ATOMS if is_careful else _ATOMS
+        self.buffers: list[Any] = []
         self.cost = 0
+        """Of reading it, beside the tree."""
         self.in_space = False
-        self.open: set[int] = set()
-        """The mutable containers around. Only `by_repr` needs it: else a cycle ends where it is too deep."""
+        self.around: set[int] = set()
+        """The containers around. Only `by_repr` needs it: else a cycle ends where it is too deep."""
 
-    def write(self, value: Any, depth: int) -> None:
-        """A value that lies in so many containers."""
-        self.writers.get(type(value), write_other)(self, value, depth)
+    def node(self, value: Any, depth: int) -> Any:
+        """Return the node of a value that lies in so many lists."""
+        if type(value) in self.atoms:
+            return value
+        return self.writers.get(type(value), _other)(self, value, depth)
 
-    def items(self, values: Iterable[Any], depth: int, names: Sequence[str] | None = None) -> None:
+    def nodes(self, values: Collection[Any], depth: int, place: Callable[[int], str] = "[{}]".format) -> list[Any]:
+        """Return a node for each value; `place` names the place of one that is refused."""
+        atoms = self.atoms
+        if atoms.issuperset(map(type, values)):
+            return list(values)
         get = self.writers.get
-        index = 0
+        nodes: list[Any] = []
         try:
-            for index, value in enumerate(values):  # noqa: B007  it tells where
-                get(type(value), write_other)(self, value, depth)
+            for value in values:
+                kind = type(value)
+                nodes.append(value if kind in atoms else get(kind, _other)(self, value, depth))
         except Refused as refused:
-            refused.path.append(f"[{index}]" if names is None else f".{names[index]}")
+            refused.path.append(place(len(nodes)))
             raise
+        return nodes
 
-    def enter(self, value: Any, depth: int) -> bool:
-        """Whether the container's content may follow."""
-        if depth >= DEEPEST or id(value) in self.open:
-            what = f"a {qualified(type(value))} more than {DEEPEST} deep, or one that contains itself,"
-            write_other(self, value, depth, what)
-            return False
-        if self.by_repr:
-            self.open.add(id(value))
-        return True
+    def keys(self, keys: Collection[Any], depth: int, place: str) -> list[Any]:
+        """Return a node for each key or element of a set. A repr that stands in for one differs from the others."""
+        if self.atoms.issuperset(map(type, keys)):
+            return list(keys)
+        nodes: list[Any] = []
+        texts: set[str] = set()
+        for key in keys:
+            try:
+                nodes.append(self.whole(key, depth))
+            except Refused as refused:
+                if not self.by_repr:
+                    refused.path.append(place)
+                    raise
+                text = _text_of(key)
+                others = (f"{text[: _LONGEST_REPR - 20]} #{number}" for number in itertools.count(2))
+                name = next(name for name in itertools.chain((text,), others) if name not in keys and name not in texts)
+                texts.add(name)
+                nodes.append(self.node(name, depth))
+        return nodes
 
-    def attempt(self, value: Any, depth: int) -> bool:
-        """Write it whole, or not at all."""
-        mark, cost = len(self.chunks), self.cost
+    def whole(self, value: Any, depth: int) -> Any:
+        """Return the node of a value of which nothing may be replaced by its repr; raise Refused, and keep nothing."""
+        mark, cost, by_repr = len(self.buffers), self.cost, self.by_repr
         self.by_repr = False
         try:
-            self.write(value, depth)
+            return self.node(value, depth)
         except Refused:
-            del self.chunks[mark:]
+            del self.buffers[mark:]
             self.cost = cost
-            return False
+            raise
         finally:
-            self.by_repr = True
-        return True
-
-    def key(self, key: Any, depth: int, others: Container[Any], named: set[str]) -> None:
-        """A key, or an element of a set. Where its repr stands in for it, that stays different from the others."""
-        if not self.by_repr:
-            self.write(key, depth)
-        elif not self.attempt(key, depth):
-            text = name = _text_of(key)
-            for number in itertools.count(2):
-                if name not in others and name not in named:
-                    break
-                name = f"{text[: _LONGEST_REPR - 20]} #{number}"
-            named.add(name)
-            self.write(name, depth)
+            self.by_repr = by_repr
 
 
-Write = Callable[[Writer, Any, int], None]
+Write = Callable[[Writer, Any, int], Any]
 
 
-def write_other(w: Writer, value: Any, depth: int, what: str | None = None) -> None:
+def _other(w: Writer, value: Any, depth: int, what: str | None = None) -> Any:
     if w.by_repr:
-        return w.write(_text_of(value), depth)
+        return w.node(_text_of(value), depth)
     if what is None:
         what = f"the class {qualified(value)}" if isinstance(value, type) else f"a {qualified(type(value))}"
     raise Refused(what)
 
 
-def _none(w: Writer, value: None, depth: int) -> None:
-    w.chunks.append(b"N")
+def _container(write: Write) -> Write:
+    """Write a container unless it lies too deep, or in itself."""
+
+    @functools.wraps(write)
+    def checked(w: Writer, value: Any, depth: int) -> Any:
+        if depth >= DEEPEST or id(value) in w.around:
+            what = f"a {qualified(type(value))} more than {DEEPEST} deep, or one that contains itself,"
+            return _other(w, value, depth, what)
+        if not w.by_repr:
+            return write(w, value, depth)
+        w.around.add(id(value))
+        node = write(w, value, depth)
+        w.around.discard(id(value))
+        return node
+
+    return checked
 
 
-def _bool(w: Writer, value: bool, depth: int) -> None:
-    w.chunks.append(b"T" if value else b"F")
-
-
-def _int(w: Writer, value: int, depth: int) -> None:
-    if 0 <= value < 256:
-        w.chunks.append(_SMALL_INTS[value])
-    elif -(2**63) <= value < 2**63:
-        w.chunks.append(_with_int(wire.INT, value))
-    else:
-        _raw(w, wire.BIG, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
-
-
-def _float(w: Writer, value: float, depth: int) -> None:
-    w.chunks.append(_with_float(wire.FLOAT, value))
-
-
-def _complex(w: Writer, value: complex, depth: int) -> None:
-    w.chunks.append(_with_complex(wire.COMPLEX, value.real, value.imag))
-
-
-def _raw(w: Writer, tag: int, raw: bytes) -> None:
-    w.cost += wire.TEXT_COST
-    w.chunks += (_with_size(tag, len(raw)), raw)
-
-
-def _str(w: Writer, value: str, depth: int) -> None:
-    _raw(w, wire.STR, value.encode("utf-8", "surrogatepass"))
-
-
-def _np_str(w: Writer, value: np.str_, depth: int) -> None:
-    _raw(w, wire.NP_STR, value.encode("utf-8", "surrogatepass"))
-
-
-def _bytes(w: Writer, value: bytes, depth: int) -> None:
-    _raw(w, wire.BYTES, value)
-
-
-def _np_bytes(w: Writer, value: np.bytes_, depth: int) -> None:
-    _raw(w, wire.NP_BYTES, value)
-
-
-def _list(w: Writer, value: list[Any], depth: int) -> None:
-    if w.enter(value, depth):
-        _elements(w, value, depth)
-        w.open.discard(id(value))
-
-
-def _elements(w: Writer, value: list[Any], depth: int) -> None:
-    count = len(value)
-    w.cost += SEQUENCE_COST + PLACE_COST * count
+@_container
+def _list(w: Writer, value: list[Any], depth: int) -> Any:
     kinds = set(map(type, value))
     # Many of a kind go through one call of something fast rather than one of ours each.
     many = _MANY.get(kinds.pop()) if len(kinds) == 1 else None
-    if many is None or not many(w, value, depth):
-        w.chunks.append(_with_count(wire.LIST, count))
-        w.items(value, depth + 1)
+    node = None if many is None else many(w, value, depth)
+    return [wire.LIST, *w.nodes(value, depth + 1)] if node is None else node
 
 
-def _ints(w: Writer, value: list[int], depth: int) -> bool:
+def _numbers(w: Writer, value: list[Any], tag: int, code: str) -> Any:
     count = len(value)
+    if count < _FEWEST_NUMBERS:
+        return None
     try:
-        raw = struct.pack(f"<{count}q", *value)
+        w.buffers.append(struct.pack(f"<{count}{code}", *value))
     except struct.error:  # one needs more than 64 bits
-        return False
-    w.chunks += (_with_count(wire.INTS, count), raw)
-    return True
+        return None
+    return [tag, count]
 
 
-def _floats(w: Writer, value: list[float], depth: int) -> bool:
-    count = len(value)
-    w.chunks += (_with_count(wire.FLOATS, count), struct.pack(f"<{count}d", *value))
-    return True
-
-
-def _texts(w: Writer, value: list[str], depth: int) -> bool:
-    text = "\0".join(value)
-    if text.count("\0") != len(value) - 1:
-        return False
-    raw = text.encode("utf-8", "surrogatepass")
-    w.cost += wire.TEXT_COST * (1 + len(value))
-    w.chunks += (_with_count(wire.TEXTS, len(value)), len(raw).to_bytes(8, "little"), raw)
-    return True
-
-
-def _rows(w: Writer, value: list[tuple[Any, ...]], depth: int) -> bool:
+def _rows(w: Writer, value: list[tuple[Any, ...]], depth: int) -> Any:
     """Tuples of one length as columns."""
     count, width = len(value), len(value[0])
     if count < _FEWEST_ROWS or not width or depth + 1 >= DEEPEST or len(set(map(len, value))) > 1:
-        return False
-    w.cost += count * (SEQUENCE_COST + PLACE_COST * width)
-    w.chunks.append(_with_counts(wire.ROWS, count, width))
+        return None
+    w.cost += wire.rows_cost(count, width)
+    columns: list[Any] = [wire.ROWS]
     for index, column in enumerate(zip(*value, strict=True)):
         try:
-            _elements(w, list(column), depth + 1)
+            columns.append(_list(w, list(column), depth + 1))
         except Refused as refused:
             refused.path.insert(-1, f"[{index}]")  # the row's index is the last
             raise
-    return True
+    return columns
 
 
-_MANY: dict[type, Callable[[Writer, Any, int], bool]] = {int: _ints, float: _floats, str: _texts, tuple: _rows}
+_MANY: dict[type, Write] = {
+    int: lambda w, value, depth: _numbers(w, value, wire.INTS, "q"),
+    float: lambda w, value, depth: _numbers(w, value, wire.FLOATS, "d"),
+    tuple: _rows,
+}
 
 
-# No tuple contains itself but through a list or the like, so these need not be in `open`.
+@_container
+def _tuple(w: Writer, value: tuple[Any, ...], depth: int) -> Any:
+    w.cost += wire.PLACE_COST * (1 + len(value))
+    return [wire.TUPLE, *w.nodes(value, depth + 1)]
 
 
-def _tuple(w: Writer, value: tuple[Any, ...], depth: int) -> None:
-    if depth < DEEPEST or w.enter(value, depth):
-        w.cost += SEQUENCE_COST + PLACE_COST * len(value)
-        w.chunks.append(_with_count(wire.TUPLE, len(value)))
-        w.items(value, depth + 1)
+@_container
+def write_struct(w: Writer, value: Any, depth: int) -> Any:
+    nodes = w.nodes(value, depth + 1, lambda index: f".{value._fields[index]}")
+    return [wire.STRUCT, type(value).__name__, *nodes]
 
 
-def write_struct(w: Writer, value: Any, depth: int) -> None:
-    if depth < DEEPEST or w.enter(value, depth):
-        w.cost += SEQUENCE_COST + PLACE_COST * len(value)
-        w.chunks.append(w.words.heads[type(value)])
-        w.items(value, depth + 1, value._fields)
-
-
-def _dict(w: Writer, value: dict[Any, Any], depth: int) -> None:
-    if not w.enter(value, depth):
-        return
+@_container
+def _dict(w: Writer, value: dict[Any, Any], depth: int) -> Any:
     w.cost += wire.table_cost(len(value))
-    w.chunks.append(_with_count(wire.DICT, len(value)))
-    get = w.writers.get
-    named: set[str] = set()
-    key, is_key = None, False
-    try:
-        for key, item in value.items():
-            is_key = True
-            if type(key) is str:
-                _str(w, key, depth)
-            else:
-                w.key(key, depth + 1, value, named)
-            is_key = False
-            get(type(item), write_other)(w, item, depth + 1)
-    except Refused as refused:
-        refused.path.append(".keys()" if is_key else f"[{_text_of(key):.50}]")
-        raise
-    w.open.discard(id(value))
+    keys = w.keys(value, depth + 2, ".keys()")
+    values = w.nodes(value.values(), depth + 2, lambda index: f"[{_text_of(list(value)[index]):.50}]")
+    return [wire.DICT, keys, values]
 
 
-def _set(w: Writer, value: set[Any] | frozenset[Any], depth: int) -> None:
-    if not w.enter(value, depth):
-        return
-    w.cost += wire.table_cost(len(value))
-    w.chunks.append(_with_count(wire.SET if type(value) is set else wire.FROZENSET, len(value)))
-    named: set[str] = set()
-    try:
-        for item in value:
-            w.key(item, depth + 1, value, named)
-    except Refused as refused:
-        refused.path.append("{...}")
-        raise
-    w.open.discard(id(value))
+@_container
+def _set(w: Writer, value: set[Any] | frozenset[Any], depth: int) -> Any:
+    w.cost += wire.set_cost(1 + len(value))
+    return [wire.SET if type(value) is set else wire.FROZENSET, *w.keys(value, depth + 1, "{...}")]
 
 
-def write_enum(w: Writer, value: enum.Enum, depth: int) -> None:
+def _int(w: Writer, value: int, depth: int) -> Any:
+    if -(2**63) <= value < 2**63:
+        return value
+    return _raw(w, wire.INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+
+def _str(w: Writer, value: str, depth: int) -> Any:
+    return value if value.isascii() else _raw(w, wire.STR, value.encode("utf-8", "surrogatepass"))
+
+
+def _raw(w: Writer, tag: int, raw: bytes) -> Any:
+    w.buffers.append(raw)
+    return [tag, len(raw)]
+
+
+def write_enum(w: Writer, value: enum.Enum, depth: int) -> Any:
     if type(value).__members__.get(value.name) is value:
-        w.chunks += (w.words.heads[type(value)], short(value.name.encode()))
-    else:
-        write_other(w, value, depth, f"a combination of flags of {qualified(type(value))}")
+        return [wire.ENUM, type(value).__name__, value.name]
+    return _other(w, value, depth, f"a combination of flags of {qualified(type(value))}")
 
 
-def _type(w: Writer, value: type, depth: int) -> None:
-    if value in _TYPES:
-        w.chunks.append(_TYPES[value])
-    else:
-        write_other(w, value, depth)
+def _type(w: Writer, value: type, depth: int) -> Any:
+    name = dtypes.TYPE_NAMES.get(value)
+    return _other(w, value, depth) if name is None else [wire.TYPE, name]
 
 
-def _array(w: Writer, value: np.ndarray[Any, Any], depth: int) -> None:
+def _scalar(w: Writer, value: np.generic, depth: int) -> Any:
+    w.buffers.append(value.tobytes())
+    return [wire.SCALAR, dtypes.code_of(value.dtype)]
+
+
+def _array(w: Writer, value: np.ndarray[Any, Any], depth: int) -> Any:
     dtype = value.dtype
     code = dtypes.code_of(dtype)
     if code is not None:
-        ndim = value.ndim
-        w.cost += wire.ARRAY_COST
-        w.chunks.append(struct.pack(f"<BB{len(code)}sB{ndim}Q", wire.ARRAY, len(code), code, ndim, *value.shape))
-        in_place = value.nbytes > wire.IN_PLACE and value.flags.c_contiguous and dtype.kind not in "Mm"
-        w.chunks.append(value if in_place else value.tobytes())
-    elif dtype.kind == "O":
-        _objects(w, value, depth)
-    else:
-        write_other(w, value, depth, f"an array of dtype {dtype}")
+        is_buffer = value.flags.c_contiguous and dtype.kind not in "Mm"
+        w.buffers.append(value if is_buffer else value.tobytes())
+        return [wire.ARRAY, code, *value.shape]
+    if dtype.kind == "O":
+        return _objects(w, value, depth)
+    return _other(w, value, depth, f"an array of dtype {dtype}")
 
 
-def _objects(w: Writer, value: np.ndarray[Any, Any], depth: int) -> None:
-    if not w.enter(value, depth):
-        return
-    w.cost += wire.ARRAY_COST + SEQUENCE_COST + PLACE_COST * value.size
-    w.chunks.append(struct.pack(f"<BB{value.ndim}Q", wire.OBJECTS, value.ndim, *value.shape))
-    index: tuple[int, ...] = ()
+@_container
+def _objects(w: Writer, value: np.ndarray[Any, Any], depth: int) -> Any:
+    def place(index: int) -> str:
+        return f"[{', '.join(map(str, np.unravel_index(index, value.shape))) or '()'}]"
+
+    w.cost += wire.objects_cost(2 + value.size)
+    return [wire.OBJECTS, list(value.shape), *w.nodes(list(value.flat), depth + 1, place)]
+
+
+def _space(w: Writer, value: Any, depth: int) -> Any:
+    if w.by_repr:  # no part of a space can be replaced by a text
+        try:
+            return w.whole(value, depth)
+        except Refused:
+            return _other(w, value, depth)
+    if w.in_space:
+        return _parts(w, value, depth)
+    mark = len(w.buffers)
+    w.in_space = True
     try:
-        for index in np.ndindex(value.shape):
-            w.write(value[index], depth + 1)
-    except Refused as refused:
-        refused.path.append(f"[{', '.join(map(str, index)) or '()'}]")
-        raise
-    w.open.discard(id(value))
+        node = _parts(w, value, depth)
+    finally:
+        w.in_space = False
+    w.cost += _cost_of_space(w, value, wire.join(node, w.buffers[mark:]))
+    return node
 
 
-def _scalar(w: Writer, value: np.generic, depth: int) -> None:
-    w.cost += wire.TEXT_COST
-    w.chunks.append(_SCALARS[type(value)] + value.tobytes())
+@_container
+def _parts(w: Writer, value: Any, depth: int) -> Any:
+    try:
+        parts = spaces.KINDS[type(value)].parts(value)
+    except Exception as error:  # attributes that somebody set to anything
+        raise Refused(f"a {qualified(type(value))} whose parts are odd ({why(error)})") from None
+    nodes = w.nodes([part for _, part in parts], depth + 1, lambda index: parts[index][0])
+    return [wire.SPACE, type(value).__name__, *nodes]
 
 
-def _time(w: Writer, value: np.datetime64 | np.timedelta64, depth: int) -> None:
-    w.cost += wire.TEXT_COST
-    w.chunks.append(bytes((wire.SCALAR,)) + short(value.dtype.str.encode()) + value.tobytes())
+def _cost_of_space(w: Writer, value: Any, message: bytes) -> int:
+    """Read the space back. It can hold what its constructor refuses; better found here than at the other end."""
+    reader = Reader(message, w.classes)
+    reader.left *= 8  # the message will be padded
+    free = reader.left
+    try:
+        reason = "" if reader.read() == value else "it differs from one made from its parts"
+    except Exception as error:  # Gymnasium's constructors refuse in whatever way they like
+        reason = why(error)
+    if reason:
+        raise Refused(f"a {qualified(type(value))} that cannot be made again ({reason})")
+    return free - reader.left
 
-
-_SCALARS = {kind: bytes((wire.SCALAR,)) + short(code) for kind, code in dtypes.SCALARS.items()}
-_TYPES = {kind: bytes((wire.TYPE,)) + short(name.encode()) for name, kind in dtypes.TYPES.items()}
 
 WRITERS: dict[type, Write] = {
-    type(None): _none,
-    bool: _bool,
     int: _int,
-    float: _float,
-    complex: _complex,
     str: _str,
-    bytes: _bytes,
-    bytearray: _bytes,
+    complex: lambda w, value, depth: [wire.COMPLEX, value.real, value.imag],
+    bytes: lambda w, value, depth: _raw(w, wire.BYTES, value),
+    bytearray: lambda w, value, depth: _raw(w, wire.BYTES, bytes(value)),
     list: _list,
     tuple: _tuple,
     dict: _dict,
@@ -362,9 +332,8 @@ WRITERS: dict[type, Write] = {
     frozenset: _set,
     type: _type,
     np.ndarray: _array,
-    np.str_: _np_str,
-    np.bytes_: _np_bytes,
-    np.datetime64: _time,
-    np.timedelta64: _time,
-    **dict.fromkeys(_SCALARS, _scalar),
+    np.str_: lambda w, value, depth: _raw(w, wire.NP_STR, value.encode("utf-8", "surrogatepass")),
+    np.bytes_: lambda w, value, depth: _raw(w, wire.NP_BYTES, value),
+    **dict.fromkeys(dtypes.SCALARS, _scalar),
+    **dict.fromkeys(spaces.KINDS, _space),
 }

@@ -21,7 +21,7 @@ from clusterenv.policy.acting.base import PAD, pad_rows
 from clusterenv.policy.acting.distributions import mask_logits
 from clusterenv.wire.requests import Finals, Reply, RunFragment
 from clusterenv.worker.envs import EnvGroup
-from clusterenv.worker.fragment import Fragment
+from clusterenv.worker.fragment import Columns, Fragment
 from clusterenv.worker.pace import TIMED_EVERY
 from clusterenv.worker.policy import WorkerPolicy, not_finite, pad_starts, policy_failed
 from clusterenv.worker.single_env import Caught
@@ -49,13 +49,19 @@ class FragmentLoop:
 
     def map_arena(self, layout: ArenaLayout, memory: mmap.mmap) -> None:
         self._arena = Arena(layout, memory)
+        self._columns: dict[int, Columns] = {}  # by side, of the last fragment there
 
     def run(self, request: RunFragment) -> Reply:
         """Run one fragment and return its answer."""
         if self._policy.actor is None:  # asked for before the head heard that the policy could not be built
             return policy_failed(request.request, "there is no policy on a worker", PolicyError("it was not built"))
         group, policy = self._group, self._policy
-        run = Fragment(self._arena.sides[request.side], self._space, group, policy, request)
+        columns = self._columns.get(request.side)
+        if columns is None or len(columns.valid) != request.num_steps:
+            side, leaves = self._arena.sides[request.side], group.buffers.layout.obs
+            columns = Columns(side, group.rows, request.num_steps, self._space, leaves)
+            self._columns[request.side] = columns
+        run = Fragment(columns, self._space, group, policy, request)
         is_timed = run.timed_at < request.num_steps
         self._begin(run)
         self._play(run)
@@ -81,7 +87,6 @@ class FragmentLoop:
         num_steps = len(started)
         for t in range(num_steps):
             if at[STOP]:
-                columns.lose_all(t)
                 break
             at[TICK] = t
             at[1] = POLICY

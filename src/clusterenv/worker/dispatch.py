@@ -10,22 +10,8 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.memory.rows import Buffers
 from clusterenv.spec import Vector
-from clusterenv.wire.requests import (
-    Attach,
-    Build,
-    Call,
-    Close,
-    Evaluate,
-    LoadWeights,
-    MapArena,
-    Rebuild,
-    Reply,
-    Reset,
-    RunFragment,
-    SetAttr,
-    SetPolicy,
-    Step,
-)
+from clusterenv.wire import requests
+from clusterenv.wire.requests import Reply
 from clusterenv.worker.act_and_step import FragmentLoop
 from clusterenv.worker.envs import EnvGroup
 from clusterenv.worker.evaluate import Evaluator
@@ -68,31 +54,31 @@ class Dispatcher:
         group = self.group
         if isinstance(message, int):
             return group.step_all(message) or message
-        if isinstance(message, RunFragment):
+        if isinstance(message, requests.RunFragment):
             return self._with_policy.loop.run(message)
-        if isinstance(message, Step):
+        if isinstance(message, requests.Step):
             return group.step(message, flush) if message.act is None else self._with_policy.policy.step(message, flush)
-        if isinstance(message, (Reset, Rebuild)):
+        if isinstance(message, (requests.Reset, requests.Rebuild)):
             return group.reset(message)
-        if isinstance(message, (Call, SetAttr)):
+        if isinstance(message, (requests.Call, requests.SetAttr)):
             return group.call(message)
-        if isinstance(message, LoadWeights):
+        if isinstance(message, requests.LoadWeights):
             return self._with_policy.policy.load(message, self._memory.weights())
-        if isinstance(message, SetPolicy):
+        if isinstance(message, requests.SetPolicy):
             return self._with_policy.policy.set(message)
-        if isinstance(message, Evaluate):
+        if isinstance(message, requests.Evaluate):
             return self._with_policy.evaluator.run(message)
-        if isinstance(message, MapArena):
+        if isinstance(message, requests.MapArena):
             return self._with_policy.loop.map_arena(message.layout, self._memory.fragments())
-        if isinstance(message, Build):
+        if isinstance(message, requests.Build):
             return group.build(message)
-        if isinstance(message, Attach):
+        if isinstance(message, requests.Attach):
             return self._attach(message)
-        assert isinstance(message, Close), message
+        assert isinstance(message, requests.Close), message
         self.close()
         return Reply(message.request, [])
 
-    def _attach(self, message: Attach) -> None:
+    def _attach(self, message: requests.Attach) -> None:
         group, space = self.group, message.observation_space
         group.attach(Buffers(message.layout, self._memory.rows()), space, message.action_space)
         if isinstance(group, EnvGroup):

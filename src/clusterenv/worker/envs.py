@@ -73,7 +73,7 @@ class EnvGroup:
         self._incarnations = [0] * count
         self.began = [0] * count
         if not request.make:
-            return Built(request.request, None, None, {}, None, [], [])
+            return Built(request.request)
         spaces: tuple[Any, Any] = (None, None)
         others: list[tuple[int, Any, Any]] = []
         for slot in slots:
@@ -86,9 +86,9 @@ class EnvGroup:
                 elif its != spaces:  # may be code of the user's
                     others.append((slot, *its))
             except Caught as error:
-                return Built(request.request, None, None, {}, None, [], [self.fault(slot, INIT, error)])
+                return Built(request.request, faults=[self.fault(slot, INIT, error)])
         env = self.envs[0]
-        return Built(request.request, *spaces, dict(env.metadata), env.render_mode, others, [])
+        return Built(request.request, *spaces, dict(env.metadata), env.render_mode, others)
 
     def _make(self, slot: int, stickies: list[Sticky]) -> None:
         k = slot - self.first
@@ -235,6 +235,7 @@ class EnvGroup:
                 at[1] = STEP
             if flush and i + 1 < len(slots) and time.perf_counter() - flushed_at > _FLUSH_AFTER_S:
                 self._check_rows(slots[flushed : i + 1], sides[flushed : i + 1], faults)
+                self.recent.update(infos)
                 flush(rows_reply(request, slots[flushed : i + 1], infos, objects, faults, last=False))
                 infos, objects, faults = [], [], []
                 flushed, flushed_at = i + 1, time.perf_counter()

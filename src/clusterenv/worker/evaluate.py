@@ -16,7 +16,6 @@ from clusterenv.memory.rows import assemble, coerce, flatten
 from clusterenv.policy.acting.base import PAD, pad_rows
 from clusterenv.policy.acting.distributions import mask_logits, stack_masks
 from clusterenv.policy.acting.random_streams import Streams
-from clusterenv.rollout import map_arrays
 from clusterenv.spec import MakeFromSpec
 from clusterenv.wire.requests import Episode, Evaluate, Fault, Reply, Sticky
 from clusterenv.worker.envs import EnvGroup
@@ -60,11 +59,11 @@ class Evaluator:
                 k = len(self._envs)
                 self._envs.append(self._makers[slots[k]]())
                 apply_stickies(self._envs[k], request.stickies[k])
-            # Each environment plays a fixed share: whoever is quick does not play more.
+            # Each environment plays a fixed share: a quick one does not play more.
             shares = [plain[i :: len(self._envs)] for i in range(len(self._envs))] if plain else []
-            for turn in range(max(map(len, shares), default=0)):
-                wave = [(share[turn], env) for share, env in zip(shares, self._envs, strict=True) if turn < len(share)]
-                done += self._play(request, [j for j, _ in wave], [e for _, e in wave], False)
+            for i in range(max(map(len, shares), default=0)):
+                pairs = [(share[i], env) for share, env in zip(shares, self._envs, strict=True) if i < len(share)]
+                done += self._play(request, [j for j, _ in pairs], [env for _, env in pairs], False)
         except Caught as error:
             text = traceback.format_exc()
             what = f"{type(error).__name__}: {error}"
@@ -147,7 +146,7 @@ class Evaluator:
             np.stack([coerce(row[i], leaf, "observation") for row in rows]).astype(leaf.dtype, copy=False)
             for i, leaf in enumerate(self._leaves)
         ]
-        return map_arrays(lambda value: value, assemble(self._space, iter(leaves)))
+        return assemble(self._space, iter(leaves))
 
     def close(self) -> None:
         for env in (*self._envs, self._recorder):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import multiprocessing
 import os
 import pickle
 import select
@@ -55,15 +56,15 @@ class _Child:
     pid: int
     pidfd: int
     output: int
-    tail: bytes = b""
-    lines: LineBuffer = field(default_factory=LineBuffer)
-    queued_bytes: int = 0
+    tail: bytes = field(default=b"", init=False)
+    lines: LineBuffer = field(default_factory=LineBuffer, init=False)
+    queued_bytes: int = field(default=0, init=False)
     """Of its output, in the outbox."""
-    dropped: int = 0
+    dropped: int = field(default=0, init=False)
     """Lines that were dropped, and are not reported yet."""
-    kill_at: float | None = None
-    stack: bytes = b""
-    stack_until: float | None = None
+    kill_at: float | None = field(default=None, init=False)
+    stack: bytes = field(default=b"", init=False)
+    stack_until: float | None = field(default=None, init=False)
     """Until then, what it writes is the stack that it was asked for."""
 
 
@@ -280,6 +281,7 @@ def _load(fd: int) -> tuple[ForkServerSetup, Any]:
     with open(f"/proc/self/fd/{fd}", "rb") as file:  # noqa: PTH123 (another offset than the descriptor's own)
         setup: ForkServerSetup = pickle.load(file)
     sys.path[:] = setup.sys_path
+    multiprocessing.current_process().authkey = setup.authkey
     if setup.delivered is not None:
         sources.install(*setup.delivered)
     for module in setup.modules:

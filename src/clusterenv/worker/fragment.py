@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from clusterenv.memory.fragments import Side
+from clusterenv.memory.fragments import FragmentArrays, Side
 from clusterenv.memory.rows import Leaf, assemble, blocks_of, coerce, flatten
 from clusterenv.policy.acting.random_streams import Streams
 from clusterenv.rollout import map_arrays
@@ -15,16 +15,18 @@ from clusterenv.wire.requests import DriftSamples, Fault, Finals, FragmentResult
 from clusterenv.worker.envs import EnvGroup
 from clusterenv.worker.policy import WorkerPolicy
 
-__all__ = ["Fragment"]
+__all__ = ["Columns", "Fragment"]
 
 
 class Fragment:
     """Made when a fragment is asked for; `result` is what travels to the head."""
 
-    def __init__(self, side: Side, space: Any, group: EnvGroup, policy: WorkerPolicy, request: RunFragment) -> None:
+    def __init__(
+        self, columns: Columns, space: Any, group: EnvGroup, policy: WorkerPolicy, request: RunFragment
+    ) -> None:
         slots, family, num_steps = group.slots, policy.family, request.num_steps
         self._space, self._leaves = space, group.buffers.layout.obs
-        self.columns = Columns(side, group.rows, num_steps, space, self._leaves)
+        self.columns = columns
         self.steps = list(group.steps)
         """Of environments that are gone, what stands in for their step."""
         self.lengths = np.array([group.clock - began for began in group.began])
@@ -87,16 +89,11 @@ class Fragment:
         )
 
 
-class Columns:
+class Columns(FragmentArrays):
     """This worker's columns of one side of the arena."""
 
     def __init__(self, side: Side, rows: slice, num_steps: int, space: Any, leaves: tuple[Leaf, ...]) -> None:
-        steps = slice(0, num_steps)
-        self.actions, self.rewards = side.actions[steps, rows], side.rewards[steps, rows]
-        self.logprobs, self.starts = side.logprobs[steps, rows], side.starts[steps, rows]
-        self.terminations, self.truncations = side.terminations[steps, rows], side.truncations[steps, rows]
-        self.valid, self.masks = side.valid[steps, rows], side.masks[steps, rows]
-        self.obs = [leaf[: num_steps + 1, rows] for leaf in side.obs]
+        super().__init__(side.specs, side.part(num_steps, rows))
         self._space = space
         self._leaves = leaves
         self._nested = len(leaves) != 1 or bool(leaves[0].path)
@@ -135,18 +132,6 @@ class Columns:
                 raise ValueError(f"observation{leaf.name} is not finite: {value!r}")
             if leaf.low is not None and not leaf.low <= value < leaf.high:
                 raise ValueError(f"observation{leaf.name} is {value}, its space says {leaf.low}..{leaf.high}")
-
-    def lose(self, t: int, k: int) -> None:
-        if t < len(self.valid):
-            self.valid[t:, k] = False
-            self.rewards[t:, k] = 0.0
-            self.terminations[t:, k] = False
-            self.truncations[t:, k] = False
-            self.truncations[t, k] = True
-
-    def lose_all(self, t: int) -> None:
-        for k in range(self.valid.shape[1]):
-            self.lose(t, k)
 
     def frozen(self, t: int, k: int) -> Callable[[Any], Any]:
         """A stand-in for the step of an environment that is gone: its last observation, again and again."""

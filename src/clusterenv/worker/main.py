@@ -82,7 +82,7 @@ def run(index: int, channel: socket.socket, memory: SharedMemory, makers: Any, s
     network = None if config.plain is None else NetworkAnswers(channel, config.plain)
 
     def send_here(reply: Any) -> None:
-        channel.sendall(encode_quick(reply) if isinstance(reply, int) else encode(reply))
+        channel.sendall(encode(reply))
 
     send = send_here if network is None else network.send
     while True:
@@ -93,7 +93,9 @@ def run(index: int, channel: socket.socket, memory: SharedMemory, makers: Any, s
             if network is not None:
                 network.begin(message)
             reply = dispatcher.handle(message, send)
-            if reply is not None:
+            if isinstance(reply, int):  # a step of all slots, with nothing to tell of it
+                channel.sendall(encode_quick(reply))
+            elif reply is not None:
                 send(reply)
             if isinstance(message, Close):
                 for output in outputs:

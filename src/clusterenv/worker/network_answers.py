@@ -14,26 +14,16 @@ from clusterenv.errors import NotPlainError
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Layout
 from clusterenv.memory.transfer import fragment_sizes, row_bytes
+from clusterenv.wire import requests
 from clusterenv.wire.channel import (
     brings_of,
     encode_plain,
-    encode_quick,
     plain,
     with_plain_infos,
     with_portable_spaces,
 )
 from clusterenv.wire.parts import BESIDE_BYTES, RECORD_BYTES, RESULT_BYTES, size_of, split
-from clusterenv.wire.requests import (
-    Attach,
-    Built,
-    Episode,
-    Evaluate,
-    Fault,
-    FragmentResult,
-    MapArena,
-    Reply,
-    RunFragment,
-)
+from clusterenv.wire.requests import Built, Episode, Fault, FragmentResult, Reply
 
 __all__ = ["NetworkAnswers"]
 
@@ -56,20 +46,17 @@ class NetworkAnswers:
     def begin(self, request: Any) -> None:
         """What is sent from now on answers this request."""
         self._request = request
-        if isinstance(request, Attach):
+        if isinstance(request, requests.Attach):
             self._rows = request.layout
-        elif isinstance(request, MapArena):
+        elif isinstance(request, requests.MapArena):
             self._fragments = request.layout
 
-    def send(self, reply: Any) -> None:
-        if isinstance(reply, int):
-            self._channel.sendall(encode_quick(reply))
-            return
+    def send(self, reply: Reply | Built) -> None:
         for data in self._encoded(reply):
             self._channel.sendall(data)
 
     def _encoded(self, reply: Reply | Built) -> Iterator[bytes]:
-        brings = brings_of(self._request)
+        brings = brings_of(self._request, reply)
         reply = _shortened(reply)
         if isinstance(reply, Reply):
             reply = self._within_limits(reply)
@@ -92,7 +79,7 @@ class NetworkAnswers:
 
     def _limit(self, reply: Reply) -> int:
         """Return how many bytes may come beside the rows of an answer."""
-        if isinstance(self._request, RunFragment) and self._fragments is not None:
+        if isinstance(self._request, requests.RunFragment) and self._fragments is not None:
             sizes = fragment_sizes(self._fragments, len(reply.slots), self._request.num_steps)
             return BESIDE_BYTES + 2 * sum(sizes)
         return BESIDE_BYTES + (0 if self._rows is None else 2 * row_bytes(self._rows) * len(reply.slots))
@@ -104,7 +91,7 @@ class NetworkAnswers:
             size = size_of(item)
             if size > most - (1 << 20):
                 what = f"the frames of episode {item.number} take" if isinstance(item, Episode) else "a result takes"
-                phase = "evaluate" if isinstance(self._request, Evaluate) else "call"
+                phase = "evaluate" if isinstance(self._request, requests.Evaluate) else "call"
                 fault = _fault(-1, f"{what} {size} bytes, and {most} are the most that travel", phase)
                 return Reply(reply.request, [], faults=[fault])
         return reply

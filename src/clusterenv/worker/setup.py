@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from dataclasses import dataclass, field
 from typing import Literal
@@ -41,6 +42,8 @@ class ForkServerSetup:
     delivered: Delivered | None
     config: WorkerConfig
     sys_path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
+    authkey: bytes = field(default_factory=lambda: bytes(multiprocessing.current_process().authkey))
+    """Of `multiprocessing`: with it workers reach the managers of the process that starts them."""
 
     @staticmethod
     def of(blueprint: Blueprint, config: WorkerConfig) -> ForkServerSetup:

@@ -1,4 +1,4 @@
-"""A worker's slots run by one VectorEnv of the user's (EnvPool and friends), whole: same face as `EnvGroup`.
+"""A worker's slots run by one VectorEnv of the user's (EnvPool for example); same methods as `EnvGroup`.
 
 There is no per-environment Python here. All slots of the worker step, fail and restart together.
 """
@@ -38,22 +38,15 @@ class VectorGroup:
         self._calls = np.zeros(len(self._slots), dtype=np.int64)
         self._over = np.zeros(len(self._slots), dtype=np.bool_)
         if not request.make:
-            return Built(request.request, None, None, {}, None, [], [])
+            return Built(request.request)
         try:
             self._make(request.seeds, [])
         except Caught as error:
-            return Built(request.request, None, None, {}, None, [], self._faults(INIT, error))
+            return Built(request.request, faults=self._faults(INIT, error))
         venv = self._venv
         assert venv is not None
-        return Built(
-            request.request,
-            venv.single_observation_space,
-            venv.single_action_space,
-            dict(venv.metadata),
-            venv.render_mode,
-            [],
-            [],
-        )
+        spaces = (venv.single_observation_space, venv.single_action_space)
+        return Built(request.request, *spaces, dict(venv.metadata), venv.render_mode)
 
     def _make(self, seeds: list[int], stickies: list[list[Sticky]]) -> None:
         self._at[0], self._at[1] = self._slots[0], INIT
@@ -126,13 +119,12 @@ class VectorGroup:
                 raise RuntimeError("this vector environment failed and was not started again")
             seed: Any = None if all(seed is None for seed in request.seeds) else list(request.seeds)
             options = request.options
-            if len(request.slots) < len(self._slots):
-                mask = np.isin(self._slots, request.slots)
-                options = {**(options or {}), "reset_mask": mask}
+            asked = np.isin(self._slots, request.slots)
+            if not asked.all():
+                options = {**(options or {}), "reset_mask": asked}
                 if seed is not None:
                     seed = [dict(zip(request.slots, request.seeds, strict=True)).get(s) for s in self._slots]
             obs, infos = venv.reset(seed=seed, options=options)
-            asked = np.isin(self._slots, request.slots)
             self._calls[asked], self._over[asked] = 0, False
             side = self._write(obs)
             self._buffers.reward[request.slots] = 0.0

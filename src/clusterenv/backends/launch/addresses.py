@@ -1,7 +1,6 @@
-"""Decides where the head listens and which address nodes dial, from a backend's `bind`, `port` and `advertise`.
+"""Decide where the head listens and which address nodes dial, from a backend's `bind`, `port` and `advertise`.
 
-`choose`, `parse_port`, `parse_advertise` and `dialled` are pure; `listening_address` asks the kernel for the addresses
-and routes of this machine. Called by `Remote` when a backend is made, and by `network.start`.
+All functions but `listening_address` are pure; that one asks the kernel for the addresses and routes of this machine.
 """
 
 from __future__ import annotations
@@ -18,24 +17,21 @@ from typing import Any, NamedTuple
 
 from clusterenv.errors import SpecError, StartError
 
-__all__ = ["Advertised", "choose", "dialled", "listening_address", "parse_advertise", "parse_if_inet6", "parse_port"]
-
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
 _IFF_UP = 1
 _UNUSABLE = 0x08 | 0x40
-"""Flags of an IPv6 address that nobody can listen on: a duplicate was found, or is still looked for."""
+"""Flags of an IPv6 address that cannot be used: duplicate detection has failed, or is not over."""
 
 _EVERY = ("*", "0.0.0.0", "::", "[::]")
 _OUTSIDE = ((socket.AF_INET, "10.255.255.255"), (socket.AF_INET6, "2001:db8::1"))
-"""Addresses on no network in particular. Nothing is sent: the kernel says which own address it would use."""
+"""Addresses outside; nothing is sent: the kernel says which own address it would use."""
 
 
 class Advertised(NamedTuple):
     """What nodes dial in place of the address that the head listens on."""
 
     host: str
-    port: int | None
-    """None: the port that the head listens on."""
+    port: int | None  # None: the port that the head listens on
 
 
 # -- decisions ----------------------------------------------------------------------------------------------------
@@ -46,7 +42,6 @@ def choose(who: str, bind: str | None, own: Mapping[str, Sequence[str]], routed:
 
     Args:
         who: the name of the backend, for errors.
-        bind: an address, an interface, or None.
         own: the addresses of each interface that is up.
         routed: the address from which this machine reaches others, if it has a route.
     """
@@ -104,7 +99,7 @@ def parse_port(port: Any, who: str = "Remote") -> range:
 
 
 def parse_advertise(advertise: Any, who: str = "Remote") -> Advertised | None:
-    """Return the host and port of `advertise`; IPv6 addresses may stand in brackets, and do where a port follows."""
+    """Return the host and port of `advertise`; an IPv6 address needs brackets if a port follows."""
     if advertise is None:
         return None
     text = str(advertise)

@@ -15,8 +15,6 @@ from clusterenv.backends.launch.note import Note
 from clusterenv.errors import ClusterEnvError, StartError
 from clusterenv.transport.keys import Joining, KeyPair, close_joining, private_folder, write_joining
 
-__all__ = ["RunFolder", "key_file", "run_path"]
-
 
 def run_path(place: str | os.PathLike[str] | None, run: str) -> Path:
     """Return the folder of this run; `place`: where such folders are made, None: the temporary directory."""
@@ -31,13 +29,13 @@ class RunFolder:
     """
     Args:
         place: where to make the folder; None: the temporary directory.
-        lease_s: how long nodes go on without the head; written into the note.
+        lease_s: for the note.
         any_owner: the file system may show another owner than this user for it.
     """
 
     def __init__(self, place: str | os.PathLike[str] | None, lease_s: float, any_owner: bool) -> None:
         self.run = secrets.token_hex(4)
-        # A folder of the run's own, also below one that the user names: it is removed at the end.
+        # The run has its own folder, also below one that the user names: it is removed at the end.
         self.path = run_path(place, self.run)
         with self.writing():
             private_folder(self.path, any_owner)
@@ -48,10 +46,8 @@ class RunFolder:
             shutil.rmtree(self.path, ignore_errors=True)
             raise
         self._is_over = False
-        self.files: tuple[Path, ...] = ()
-        """The key file of each node."""
-        self.digests: tuple[str, ...] = ()
-        """SHA-256 of each key file."""
+        self.files: tuple[Path, ...] = ()  # the key file of each node
+        self.digests: tuple[str, ...] = ()  # SHA-256 of each key file
 
     def write_keys(self, address: str, head_key: str, pairs: list[KeyPair]) -> None:
         with self.writing():
@@ -63,7 +59,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Within it, an `OSError` (a disk that is full, or read-only) becomes a `StartError` that says where."""
+        """Turn an `OSError` (of a full or read-only disk) into a `StartError` that says where."""
         try:
             yield
         except ClusterEnvError:
@@ -75,7 +71,7 @@ class RunFolder:
             ) from error
 
     def end(self, left: str) -> bool:
-        """Remove it; but where something else of the run is left, only the secrets: `clusterenv gc` needs the note.
+        """Remove the folder or, where jobs of the run are left, only its secrets: `clusterenv gc` needs the note.
 
         Returns whether this was the first time.
         """

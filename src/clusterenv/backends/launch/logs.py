@@ -1,15 +1,21 @@
-"""Reads the ends of logs that node agents write."""
+"""Start node agents with a log, and read its last lines."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["read_tail"]
+
+def start_logged(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a program that appends its output to `log`, in its own session: Ctrl-C in the terminal is the head's."""
+    with log.open("ab") as file:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
 
 
 def read_tail(path: Path, size: int = 4000) -> str:
-    """Return the last `size` bytes of a log as text; a log that is empty or not there is said to be so."""
+    """Return the last `size` bytes of a log as text, or a text for a log that is empty or missing."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)

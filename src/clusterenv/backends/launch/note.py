@@ -1,7 +1,7 @@
-"""`Note`: a file in a run's folder that says whose run it is, whether its head lives, and what else must be removed.
+"""`Note`: a file in a run's folder that identifies its head, and names what else must be removed.
 
-The head writes it before anything is started, and touches it while it lives. `clusterenv gc` reads it, on any machine
-that sees the folder.
+The head writes it before anything is started, and touches it regularly. `clusterenv gc` reads it, on any machine that
+sees the folder.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["NAME", "Life", "Note", "life", "now_there"]
-
 NAME = "head.json"
 
 _BEAT_S = 15.0
 _SLACK_S = 120.0
-"""On top of the lease: for attributes that a network file system caches (up to 60 s), and for clocks."""
+"""Added to the lease, for attributes that a network file system caches (up to 60 s), and for clocks."""
 
 
 class Note:
-    """The note of a run whose head is this process."""
+    """The note of this process, the head of a run."""
 
     def __init__(self, folder: Path, run: str, lease_s: float) -> None:
         self._path = folder / NAME
@@ -35,9 +33,9 @@ class Note:
         self._fields: dict[str, Any] = {
             "run": run,
             "host": socket.gethostname(),
-            "machine": _machine(),
+            "machine": machine(),
             "pid": pid,
-            "started": _started(pid),
+            "started": process_start(pid),
             "lease_s": lease_s,
             "jobs": {},
             "left": "",
@@ -53,7 +51,7 @@ class Note:
         self._write()
 
     def end(self, left: str = "") -> None:
-        """The run is over. `left`: why the note stays, for `clusterenv gc` to go by; "": the folder is removed next."""
+        """Stop touching the note. `left`: why it stays, for `clusterenv gc`; "": the folder is removed next."""
         self._quit.set()
         self._thread.join(1.0)
         if left:
@@ -73,21 +71,21 @@ class Note:
 
 
 class Life(NamedTuple):
-    """What can be said of a run's head."""
+    """What is known of a run's head."""
 
     is_over: bool
     is_certain: bool
-    """Seen in the process table of this machine, or said by the head itself; else judged by the age of the note."""
+    """By the process table of this machine, or by the head itself; otherwise by the age of the note."""
     text: str
 
 
 def life(note: Mapping[str, Any], age_s: float) -> Life:
-    """Whether the head that wrote this note lives. `age_s`: since the note was touched."""
+    """Return whether the head that wrote this note is running. `age_s`: since the note was touched."""
     who = f"process {note['pid']} on {note['host']}"
     if note["left"]:
         return Life(True, True, f"closed by {who}: {note['left']}")
-    if note["machine"] == _machine():
-        if _started(note["pid"]) == note["started"]:
+    if note["machine"] == machine():
+        if process_start(note["pid"]) == note["started"]:
             return Life(False, True, f"its head is running ({who})")
         return Life(True, True, f"its head has ended ({who})")
     over = age_s > note["lease_s"] + _SLACK_S
@@ -96,7 +94,7 @@ def life(note: Mapping[str, Any], age_s: float) -> Life:
 
 
 def now_there(folder: Path) -> float:
-    """The time by the clock that dates the files in this folder, which may be a file server's."""
+    """Return the time of the clock that dates the files in this folder, which may be a file server's."""
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"x")
@@ -106,16 +104,16 @@ def now_there(folder: Path) -> float:
         return time.time()
 
 
-def _machine() -> str:
-    """Where process numbers mean the same: one boot of one machine, and one process namespace of it."""
+def machine() -> str:
+    """Return what identifies a boot of this machine and a process namespace: where process numbers are valid."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return f"unknown {os.urandom(8).hex()}"  # equal to no other
 
 
-def _started(pid: int) -> str:
-    """When this process started, in the kernel's own count; tells it from a later one with the same number."""
+def process_start(pid: int) -> str:
+    """Return when this process started, in clock ticks: it tells a process from a later one with its number."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
     except OSError:

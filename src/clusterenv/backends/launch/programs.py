@@ -12,14 +12,11 @@ from collections.abc import Mapping, Sequence
 
 from clusterenv.errors import StartError
 
-__all__ = ["NoAnswer", "ask"]
-
-_LOOK_S = 0.1
-"""How soon it is noticed that nobody waits for the answer any more."""
+_LOOK_S = 0.1  # how often `closing` is checked
 
 
 class NoAnswer(StartError):
-    """The program was killed before it had answered: what it was to do may have been done, or not."""
+    """The program was killed before it ended: it may have had its effect or not."""
 
 
 def ask(
@@ -33,8 +30,8 @@ def ask(
 ) -> str:
     """Return what the program prints. `StartError` where it fails, `NoAnswer` where it takes too long.
 
-    Once `closing` is set it gets `patience_s` at most. Then it is killed, with all that it started: sites put scripts
-    in place of these programs.
+    Once `closing` is set it gets `patience_s` at most. Then it is killed with its children: on some sites, these
+    programs are scripts.
     """
     try:
         process = subprocess.Popen(
@@ -61,7 +58,7 @@ def ask(
                     out, err = process.communicate(given, timeout=min(_LOOK_S, wait_s) if closing else wait_s)
                     break
                 except subprocess.TimeoutExpired:
-                    given = None  # it is being written already
+                    given = None  # the first call has taken it
                     if time.monotonic() >= deadline:
                         seconds = time.monotonic() - began
                         raise NoAnswer(f"{command[0]} did not answer within {seconds:.1f} s") from None

@@ -1,8 +1,7 @@
-"""`Supervisor`: the one thread of a run that talks to its scheduler, so that nobody else waits for an answer.
+"""`Supervisor`: the one thread of a run that calls its scheduler, so that a scheduler that hangs delays nobody else.
 
-What the head wants of nodes is queued here; `over` tells it which nodes are known to have ended. How nodes are started,
-watched and ended is up to the backend (`contract.Jobs`). Only this thread calls it, from the first start to the last
-`stop`: a scheduler that hangs delays nobody, and nothing can be started once `stop` was asked for.
+The head queues which nodes it wants, and reads in `over` which nodes have ended. The backend's `contract.Jobs` start,
+watch and end nodes; only this thread calls them, so that nothing is started after `stop`.
 """
 
 from __future__ import annotations
@@ -19,33 +18,29 @@ from clusterenv.errors import StartError
 from clusterenv.events import Event, EventLog, emit
 from clusterenv.system.teardown import OwnThread
 
-__all__ = ["Supervisor"]
-
 _LOOK_S = 0.5
-_AGAIN_S = 2.0
-"""How soon a start that failed is tried again."""
+_AGAIN_S = 2.0  # how soon a start that failed is tried again
 
-_MARGIN_S = 0.5
-"""`stop` waits so much longer than `Jobs.stop` may take: for its error text rather than for nothing."""
+_MARGIN_S = 0.5  # `stop` waits so much longer than `Jobs.stop` may take, to get its error text
 
 _LATE_S = 30.0
-"""How long `Jobs.stop` may take in the background, where an earlier call returned after the deadline only."""
+"""How long `Jobs.stop` may take in the background, if an earlier call returned after the deadline."""
 
 
 class Supervisor:
     def __init__(self, events: EventLog) -> None:
         self.over: dict[int, str] = {}
-        """Nodes whose agent is known to be over, and why; not those that are let go, or wanted again. Replaced whole,
-        never changed."""
+        """Nodes whose agent has ended, and why; without those that are let go, or wanted again. Replaced, never
+        changed."""
         self.closing = threading.Event()
-        """Set by `stop`. Backends may watch it, to give up a question that is under way."""
+        """Set by `stop`. Backends may watch it, to give up a call to the scheduler."""
         self._events = events
         self._lock = threading.Lock()  # of `over`, which two threads replace
         self._orders: deque[tuple[int, bool]] = deque()  # node, whether it is wanted
         self._wanted: dict[int, float] = {}  # node → when to start it at the earliest
         self._let_go: set[int] = set()
         self._started: set[int] = set()  # nodes that have a job, which may be over; not those whose job was dropped
-        self._trouble = ""  # why the scheduler gave no answer, while it gives none
+        self._trouble = ""  # the last error of the scheduler, until it answers again
         self._trouble_since = 0.0
         self._thread: threading.Thread | None = None
         self._begun, self._ended = threading.Event(), threading.Event()
@@ -54,7 +49,7 @@ class Supervisor:
         self._left = ""
 
     def keep(self, jobs: Jobs, nodes: int) -> None:
-        """Start so many nodes, and look after them from now on. Raises what the backend raises in the first starts."""
+        """Start so many nodes, and supervise them from now on. Raises what the backend raises in the first starts."""
         self._thread = OwnThread(functools.partial(self._run, jobs, nodes), "clusterenv-supervisor")
         self._thread.start()
         self._begun.wait()
@@ -64,21 +59,20 @@ class Supervisor:
     def want(self, node: int) -> None:
         """Have this node started, for the first time or again, as soon as it has no job or its job is over.
 
-        One that is alive joins anew by itself: then there is nothing to do.
+        A node that is alive joins again by itself.
         """
-        with self._lock:  # what `over` says of it is of its last job: nobody may take that for the end of the next
+        with self._lock:  # `over` is about its last job, and must not be taken for the end of the next
             self._orders.append((node, True))
             self.over = {other: why for other, why in self.over.items() if other != node}
 
     def let_go(self, node: int) -> None:
-        """This node is not wanted any more, and was told so."""
+        """Do not start this node again: it was told to leave."""
         self._orders.append((node, False))
 
     def stop(self, deadline: float) -> str:
-        """End all jobs by `deadline` (of the monotonic clock); returns why some may be left, or "".
+        """End all jobs by `deadline` (of the monotonic clock); returns why some may be left, or "". Idempotent.
 
-        A call to the scheduler that hangs is not waited for. When it returns after all, the thread still ends the jobs,
-        as long as this process lives. Idempotent.
+        If a call to the scheduler hangs and returns later, the thread still ends the jobs while this process runs.
         """
         if self._thread is None:
             return ""
@@ -109,7 +103,7 @@ class Supervisor:
             if isinstance(jobs, ScheduledJobs):
                 jobs.stop(self._deadline if now < self._deadline else now + _LATE_S)
         except Exception as error:  # a scheduler's client may raise anything; `stop` reports it
-            self._left = _told(error)
+            self._left = _text_of(error)
         finally:
             self._ended.set()
 
@@ -122,7 +116,7 @@ class Supervisor:
             self._obey(jobs)
             self._look(jobs)
         except Exception as error:  # a scheduler that is busy or restarting; its client may raise anything
-            self._in_trouble(_told(error))
+            self._in_trouble(_text_of(error))
         else:
             self._answered()
 
@@ -165,10 +159,10 @@ class Supervisor:
             for node, at in self._wanted.items()
             if now >= at and (node in over or node not in self._started or not is_known)
         ]
-        # Before the first start: nobody may take a new agent, which joins at once, for the one that is over.
+        # Before the first start: a new agent, which joins at once, must not be taken for the one that is over.
         with self._lock:
-            not_told = {*self._let_go, *self._wanted, *(node for node, is_wanted in self._orders if is_wanted)}
-            self.over = {node: why for node, why in over.items() if node not in not_told}
+            not_shown = {*self._let_go, *self._wanted, *(node for node, is_wanted in self._orders if is_wanted)}
+            self.over = {node: why for node, why in over.items() if node not in not_shown}
         for node in due:
             if self.closing.is_set():
                 return
@@ -176,15 +170,15 @@ class Supervisor:
                 self._start(jobs, node)
             except Exception as error:  # a quota, rights taken away: tried again, and worth knowing
                 self._wanted[node] = time.monotonic() + _AGAIN_S
-                emit(logging.WARNING, f"node {node} could not be started: {_told(error)}")
+                emit(logging.WARNING, f"node {node} could not be started: {_text_of(error)}")
             else:
                 del self._wanted[node]
 
 
-def _told(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     return str(error) if isinstance(error, StartError) else f"{type(error).__name__}: {error}"
 
 
 def _without_numbers(text: str) -> str:
-    """Two texts that differ in an address, a port or a time are one state of affairs."""
+    """Return the text without addresses, ports and times, to see whether two errors are the same."""
     return re.sub(r"0x[0-9a-f]+|\d+", "", text)

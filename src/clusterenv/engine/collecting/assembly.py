@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clusterenv.memory.fragments import Side
+from clusterenv.memory.fragments import FragmentArrays, Side
 from clusterenv.memory.rows import Leaf, assemble
 from clusterenv.rollout import Episodes, Rollout, map_arrays
 from clusterenv.wire.requests import Finals, FragmentResult
@@ -39,7 +39,7 @@ def put_together(parts: list[Part], num_steps: int, space: Any, leaves: tuple[Le
     steps = slice(0, num_steps)
     for part in parts:
         if part.result is None:
-            _blank(part, steps)
+            FragmentArrays(part.side.specs, part.side.part(num_steps, part.columns)).lose_unplayed(0)
     slots = [slot for part in parts for slot in part.slots]
     n = len(slots)
     sides = {id(part.side) for part in parts}
@@ -121,16 +121,6 @@ def _leaf(i: int, side: Side) -> Any:
     return side.obs[i]
 
 
-def _blank(part: Part, steps: slice) -> None:
-    side, rows = part.side, part.columns
-    side.valid[steps, rows] = False
-    for flags in (side.terminations, side.truncations, side.starts):
-        flags[steps, rows] = False
-    side.truncations[0, rows] = True
-    side.rewards[steps, rows] = 0.0
-    side.logprobs[steps, rows] = 0.0
-
-
 def _info_arrays(infos: dict[str, list[tuple[int, int, Any]]], num_steps: int, n: int) -> dict[str, Any]:
     """Each key as [T, N, ...] with its "_key" mask, as Gymnasium has them; zeros (or None) where there was no value."""
     arrays: dict[str, Any] = {}
@@ -179,15 +169,11 @@ def _join_states(parts: list[Part]) -> Any:
     return map_arrays(lambda *leaves: np.concatenate(leaves), *states)
 
 
-def size_of(part: Part, num_steps: int) -> int:
-    """Bytes of a whole fragment, as it would travel: its rows, the observation after them, and the final ones."""
+def size_of(part: Part) -> int:
+    """Bytes of a fragment, as it would travel: its rows, the observation after them, and the final ones."""
     if part.result is None:
         return 0
-    side, steps, columns = part.side, slice(0, num_steps), part.columns
-    rows = [side.actions, side.rewards, side.logprobs, side.masks]
-    rows += [side.terminations, side.truncations, side.starts, side.valid]
-    total = sum(values[steps, columns].nbytes for values in rows)
-    total += sum(values[: num_steps + 1, columns].nbytes for values in side.obs)
+    total = sum(array.nbytes for array in part.side.part(part.result.num_steps, part.columns))
     return int(total + sum(values.nbytes for values in part.result.finals.leaves))
 
 

@@ -63,22 +63,21 @@ class Collecting:
         self._action_space = action_space
         self.fragments = Fragments(len(state.workers))
         self.samples = Samples()
-        self._policy: Attached | None = None
-        self._policy_epoch = 0  # counts policies: a worker that has an older one is sent the newest
         self._arena: Arena | None = None
         self._arena_epoch = 0
         self._reported_missing: set[str | None] = {None}
 
-    def attach(self, policy: Attached) -> None:
-        self._policy = policy
-        self._policy_epoch += 1
+    @property
+    def _policy(self) -> Attached:
+        attached = self._state.weights.attached
+        assert attached is not None, "no policy is attached"
+        return attached.policy
 
     # -- memory -----------------------------------------------------------------------------------------------
 
     def memory_for(self, num_steps: int, num_sides: int = 2) -> ArenaLayout | None:
         """Return the layout of the memory that such fragments need; None: what is there will do."""
         policy = self._policy
-        assert policy is not None
         masks = 0 if policy.mask is None else policy.family.num_params
         old = self._arena.layout if self._arena is not None else None
         enough = old is not None and old.num_steps >= num_steps and old.num_sides >= num_sides
@@ -134,11 +133,10 @@ class Collecting:
 
     def prepare(self, index: int, now_s: float) -> None:
         """Send a worker the policy and weights that it is to act with, as far as it does not have them."""
-        state, worker, policy = self._state, self._state.workers[index], self._policy
-        assert policy is not None
-        if worker.policy_epoch != self._policy_epoch:
-            worker.policy_epoch = self._policy_epoch
-            message = SetPolicy(state.requests.next_number(), *policy)
+        state, worker = self._state, self._state.workers[index]
+        if worker.policy_epoch != state.weights.policy_epoch:
+            worker.policy_epoch = state.weights.policy_epoch
+            message = SetPolicy(state.requests.next_number(), *self._policy)
             if isinstance(message.recipe, Named):
                 message = message._replace(family=None)
             state.ask(index, Kind.POLICY, worker.slots, message, now_s)
@@ -175,7 +173,7 @@ class Collecting:
         machine = state.weights.of(worker.index)
         acting = machine.evaluated or machine.assigned
         request.version = None if acting is None else acting.version
-        request.info_keys = self._policy.info_keys if self._policy is not None else ()
+        request.info_keys = self._policy.info_keys
         self.fragments.asked(fragment, message.request, incarnations)
 
     def evaluate(

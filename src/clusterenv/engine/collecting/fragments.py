@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from clusterenv.engine.collecting.counters import Counters
 from clusterenv.wire.requests import FragmentResult
 
 __all__ = ["Fragment", "FragmentState", "Fragments", "Mode"]
@@ -38,16 +39,16 @@ class Fragment:
     worker: int
     side: int
     num_steps: int
-    state: FragmentState = FragmentState.QUEUED
-    number: int = 0
+    state: FragmentState = field(default=FragmentState.QUEUED, init=False)
+    number: int = field(default=0, init=False)
     """Of its request."""
-    incarnations: list[int] = field(default_factory=list)
+    incarnations: list[int] = field(default_factory=list, init=False)
     """Of the worker's slots, when it began."""
-    is_wanted: bool = True
+    is_wanted: bool = field(default=True, init=False)
     """False: it was given up while it ran. Its slots have advanced all the same."""
-    is_last: bool = False
+    is_last: bool = field(default=False, init=False)
     """Its slots go on elsewhere: the episodes that run on after it are truncated."""
-    result: FragmentResult | None = None
+    result: FragmentResult | None = field(default=None, init=False)
     """None, though it has arrived: it was lost, and is not run again."""
 
 
@@ -55,6 +56,8 @@ class Fragments:
     def __init__(self, workers: int) -> None:
         self.mode = Mode.IDLE
         self.num_steps = 0
+        self.owner: Counters | None = None
+        """Where what becomes of them is counted: of the collector that they were started for."""
         self.on_loss: Literal["rerun", "mask"] = "rerun"
         """What becomes of the unfinished fragment of a worker that is lost in a rollout."""
         self._of: list[list[Fragment]] = [[] for _ in range(workers)]
@@ -83,20 +86,20 @@ class Fragments:
 
     # -- beginning --------------------------------------------------------------------------------------------
 
-    def start_rollout(self, num_steps: int, on_loss: Literal["rerun", "mask"]) -> None:
-        self._start(Mode.ROLLOUT, num_steps)
+    def start_rollout(self, num_steps: int, on_loss: Literal["rerun", "mask"], owner: Counters) -> None:
+        self._start(Mode.ROLLOUT, num_steps, owner)
         self.on_loss = on_loss
         self._side = 1 - self._side
         for worker, fragments in enumerate(self._of):
             fragments.append(Fragment(worker, self._side, num_steps))
 
-    def start_stream(self, num_steps: int, num_sides: int) -> None:
-        self._start(Mode.STREAM, num_steps)
+    def start_stream(self, num_steps: int, num_sides: int, owner: Counters) -> None:
+        self._start(Mode.STREAM, num_steps, owner)
         self._num_sides = num_sides
 
-    def _start(self, mode: Mode, num_steps: int) -> None:
+    def _start(self, mode: Mode, num_steps: int, owner: Counters) -> None:
         assert self.mode is Mode.IDLE and not any(self), "fragments of an earlier call are under way"
-        self.mode, self.num_steps = mode, num_steps
+        self.mode, self.num_steps, self.owner = mode, num_steps, owner
 
     def next(self, worker: int, is_leaving: bool) -> Fragment | None:
         """Return the fragment that this worker is to be asked for next; None: there is none, or no place for it.
@@ -184,6 +187,12 @@ class Fragments:
         """The learner has copied it: its side is free."""
         self._of[fragment.worker].remove(fragment)
 
+    def drop(self) -> None:
+        """Give up what is under way, and count it where it was started."""
+        owner, dropped = self.owner, self.abandon()
+        if owner is not None:
+            owner.counts["dropped_fragments"] += dropped
+
     def abandon(self) -> int:
         """Give up what is under way: what runs is finished, and dropped. Returns how many fragments that are."""
         if self.mode is Mode.IDLE:
@@ -197,7 +206,7 @@ class Fragments:
         return dropped
 
     def _clear(self) -> None:
-        self.mode = Mode.IDLE
+        self.mode, self.owner = Mode.IDLE, None
         self._arrived.clear()
         for fragments in self._of:
             fragments.clear()

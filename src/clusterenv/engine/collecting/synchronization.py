@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from clusterenv.engine.collecting.assembly import Part
-from clusterenv.engine.collecting.collecting import Samples
+from clusterenv.engine.collecting.collecting import Attached, Samples
+from clusterenv.engine.collecting.counters import Counters
 from clusterenv.engine.collecting.weights import Machine, Node, WeightLedger
 from clusterenv.events import emit
 from clusterenv.policy.acting.base import Prepared
@@ -27,12 +28,23 @@ __all__ = ["Synchronization"]
 
 
 class Synchronization:
-    def __init__(self, exchange: Exchange, ledger: WeightLedger, prepared: Prepared) -> None:
+    """One policy on the workers, while the ledger says that they act with it.
+
+    Args:
+        policy: what workers are sent of it.
+        counts: of what they collect with it.
+    """
+
+    def __init__(
+        self, exchange: Exchange, ledger: WeightLedger, prepared: Prepared, policy: Attached, counts: Counters
+    ) -> None:
         self.exchange = exchange
+        self.policy = policy
+        self.counts = counts
         self.publisher = exchange.publisher
         self.publisher.weights_of = self._weights_of
         self._ledger = ledger
-        self._nodes = [Node() for _ in range(ledger.num_nodes)]
+        self.nodes = [Node() for _ in range(ledger.num_nodes)]
         self._is_recurrent = prepared.is_recurrent
         self.wants_first_states = exchange.codec == "auto" and not prepared.is_recurrent and prepared.mask is None
         """Whether to measure on the initial states of episodes before there are others."""
@@ -41,15 +53,15 @@ class Synchronization:
     @property
     def is_attached(self) -> bool:
         """Whether the workers act with this policy."""
-        return self._ledger.nodes is self._nodes
+        return self._ledger.attached is self
 
     def detach(self) -> None:
         """The workers are to be sent this policy anew before they act."""
-        self._ledger.attach([Node() for _ in self._nodes])
+        self._ledger.attach(None)
 
     def attach(self, first_obs: Any | None) -> None:
         """The workers act with this policy from now on; `first_obs` are states that episodes begin with."""
-        self._ledger.attach(self._nodes)
+        self._ledger.attach(self)
         if first_obs is not None:
             self.publisher.note_begin(first_obs)
 
@@ -71,7 +83,7 @@ class Synchronization:
         """
         if machine.is_receiving:
             return None  # decided when these have arrived, for what is newest then
-        node = self._nodes[machine.node]
+        node = self.nodes[machine.node]
         node.standing = self.exchange.stand(machine.assigned, max(machine.acted.values(), default=0))
         decision = self.exchange.consider(machine.node, node.standing, max_lag)
         if decision.is_overdue and not self._was_overdue:
@@ -113,12 +125,13 @@ class Synchronization:
         Its samples are to be noted before. In a stream the newest is another than when the fragment was asked for.
         """
         machine = self._ledger.of(worker)
-        node = self._nodes[machine.node]
+        node = self.nodes[machine.node]
+        assigned = machine.assigned if self.is_attached else None  # another policy's, by now
         latest = self.publisher.snapshot()
-        standing = Standing(version, latest, *self.exchange.drift_of(machine.assigned, version))
+        standing = Standing(version, latest, *self.exchange.drift_of(assigned, version))
         node.lags[standing.lag] += 1
         node.fragment_bytes += fragment_bytes
-        if machine.assigned is not None and version == machine.assigned.version:
+        if assigned is not None and version == assigned.version:
             machine.acted[worker] += 1
         return standing
 
@@ -131,7 +144,7 @@ class Synchronization:
                 samples = part.result.samples
                 entry = (samples.t, samples.columns.astype(np.int64) + first, samples.params)
                 sampled.setdefault(part.result.version, []).append(entry)
-                node = self._nodes[self._ledger.of(part.worker).node]
+                node = self.nodes[self._ledger.of(part.worker).node]
                 node.drift_bytes += sum(values.nbytes for values in samples)
             first += len(part.slots)
         for version, entries in sampled.items():
@@ -157,9 +170,12 @@ class Synchronization:
 
     # -- looking ----------------------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": self.publisher.version, "seed": self.policy.seed, "counts": dict(self.counts.counts)}
+
     def stats(self) -> dict[str, Any]:
         ledger = self._ledger
-        nodes = [node.as_dict(ledger.version_of(i) if self.is_attached else -1) for i, node in enumerate(self._nodes)]
+        nodes = [node.as_dict(ledger.version_of(i) if self.is_attached else -1) for i, node in enumerate(self.nodes)]
         sums = ("pulls", "weight_bytes", "evaluation_bytes", "drift_bytes", "fragment_bytes")
         stalest = max(nodes, key=lambda node: -1.0 if node["drift"] is None else node["drift"])
         return {

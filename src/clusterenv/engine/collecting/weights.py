@@ -1,6 +1,6 @@
 """The weight ledger: which weights each machine has and which are on their way, where they lie, and who reads them.
 
-`Collector` says what a machine's workers act with (`assign`), `FragmentDesk` what each worker has to load before it
+`Collector` says what a machine's workers act with (`assign`), `Collecting` what each worker has to load before it
 acts (`missing`, `load`), the driver what the executor reports (`heard`, `placed`). Every number about weights in the
 statistics comes from here. Pure: the clock comes in, and transfers leave as data for the executor to carry out.
 """
@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clusterenv.engine.inputs import WeightsHeld, WeightsRefused, WeightsSent
 from clusterenv.policy.sync.drift import Drift
 from clusterenv.policy.sync.rules import Standing
+
+if TYPE_CHECKING:
+    from clusterenv.engine.collecting.synchronization import Synchronization
 
 __all__ = ["Machine", "Node", "Transfer", "WeightLedger", "Weights"]
 
@@ -45,17 +48,17 @@ class Weights(NamedTuple):
 class Node:
     """What went to one node and came from it, over all its sessions, on behalf of one collector."""
 
-    standing: Standing = _NOTHING
-    drift_at_pull: float | None = None
-    pulls: int = 0
-    forms: Counter[str] = field(default_factory=Counter)
+    standing: Standing = field(default=_NOTHING, init=False)
+    drift_at_pull: float | None = field(default=None, init=False)
+    pulls: int = field(default=0, init=False)
+    forms: Counter[str] = field(default_factory=Counter, init=False)
     """Codec → how many pulls."""
-    weight_bytes: int = 0
-    evaluation_bytes: int = 0
+    weight_bytes: int = field(default=0, init=False)
+    evaluation_bytes: int = field(default=0, init=False)
     """Weights that went only to be evaluated."""
-    drift_bytes: int = 0
-    fragment_bytes: int = 0
-    lags: Counter[int] = field(default_factory=Counter)
+    drift_bytes: int = field(default=0, init=False)
+    fragment_bytes: int = field(default=0, init=False)
+    lags: Counter[int] = field(default_factory=Counter, init=False)
     """Versions behind the newest when a fragment was handed to the learner → how many fragments."""
 
     def as_dict(self, version: int) -> dict[str, Any]:
@@ -201,7 +204,10 @@ class WeightLedger:
         self._shard_of = shard_of
         self.num_nodes = max(shard_of) + 1
         self._machines = [Machine(shard, 0) for shard in range(self.num_nodes)]
-        self.nodes = [Node() for _ in self._machines]
+        self.attached: Synchronization | None = None
+        """Whose policy the workers act with."""
+        self.policy_epoch = 0
+        """Counts policies: a worker that has an older one is sent the newest."""
         self._last_number = 0
         self.pull_s: list[float | None] = [None] * len(self._machines)
         """How long each node's last transfer took."""
@@ -218,9 +224,10 @@ class WeightLedger:
 
     # -- what the collector says ------------------------------------------------------------------------------
 
-    def attach(self, nodes: list[Node]) -> None:
-        """Another policy acts; `nodes` count what it costs."""
-        self.nodes = nodes
+    def attach(self, policy: Synchronization | None) -> None:
+        """This policy acts from now on, and what it costs is counted there; None: no policy does."""
+        self.attached = policy
+        self.policy_epoch += 1
         for machine in self:
             machine.forget()
 
@@ -272,8 +279,9 @@ class WeightLedger:
     # -- what workers are told --------------------------------------------------------------------------------
 
     def load(self, worker: int, weights: Weights, request: int, now: float) -> tuple[int, Transfer | None]:
+        assert self.attached is not None
         machine = self.of(worker)
-        return machine.load(worker, weights, request, self.nodes[machine.node], now)
+        return machine.load(worker, weights, request, self.attached.nodes[machine.node], now)
 
     def is_travelling(self, worker: int) -> bool:
         """Whether requests to this worker may wait for weights: that they take long says nothing of the worker."""

@@ -15,7 +15,7 @@ from clusterenv.policy.acting.distributions import Family
 from clusterenv.policy.weights.codec import Weights
 from clusterenv.rollout import map_arrays
 
-__all__ = ["Actor", "PAD", "Policy", "Prepared", "Recipe", "pad_rows"]
+__all__ = ["Actor", "PAD", "Policy", "Prepared", "Recipe", "num_rows", "pad_rows"]
 
 PAD = 16
 """Batches are padded to a multiple of this: at smaller sizes BLAS rounds by the size, and actions would depend on
@@ -66,6 +66,13 @@ class Policy(Protocol):
 
     def knobs(self) -> dict[str, Any]:
         """Scalars of acting that may change at any time (epsilon, noise): a number, or one per slot; absent means 0."""
+
+
+def num_rows(obs: Any) -> int:
+    """Return how many rows batched observations have."""
+    while isinstance(obs, (dict, tuple)):
+        obs = next(iter(obs.values() if isinstance(obs, dict) else obs))
+    return len(obs)
 
 
 def pad_rows(obs: Any, rows: int) -> Any:

@@ -6,7 +6,6 @@ randomness enters as `noise [B, noise_size]`, so that what a slot does depends o
 
 from __future__ import annotations
 
-import abc
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
@@ -15,20 +14,6 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from clusterenv.errors import PolicyError
-
-__all__ = [
-    "Bernoulli",
-    "Categorical",
-    "Deterministic",
-    "EpsilonGreedy",
-    "Family",
-    "MultiCategorical",
-    "Normal",
-    "TanhNormal",
-    "Uniform",
-    "family_for",
-    "log_softmax",
-]
 
 Noise = Literal["gumbel", "normal", "uniform"]
 _NEVER = np.float32(-1e9)
@@ -53,25 +38,13 @@ class Family(Protocol):
     def mode(self, params: Any) -> Any:
         """The greedy action [B, ...], as the environments get it."""
 
-    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any: ...
-
 
 def log_softmax(logits: Any) -> Any:
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
-class _ByLogprob(abc.ABC):
-    """A family whose actions are scored sooner from themselves than from the noise that they were made of."""
-
-    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
-        return self.logprob(params, actions, knobs)
-
-    @abc.abstractmethod
-    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any: ...
-
-
-class _OneOf(_ByLogprob):
+class _OneOf:
     """A family over a Discrete space with one number for each action, of which the largest is the best."""
 
     def __init__(self, space: spaces.Discrete) -> None:
@@ -99,11 +72,11 @@ class Categorical(_OneOf):
             actions = actions.astype(self._dtype)
         return actions, actions
 
-    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
         return log_softmax(params)[np.arange(len(params)), np.asarray(actions) - self._start]
 
 
-class MultiCategorical(_ByLogprob):
+class MultiCategorical:
     """Independent categoricals; params are their logits side by side [B, sum(nvec)]."""
 
     name = "multi-categorical"
@@ -121,13 +94,11 @@ class MultiCategorical(_ByLogprob):
         actions = self.mode(params + noise)
         return actions, actions
 
-    def _shaped(self, chosen: Any) -> Any:
+    def mode(self, params: Any) -> Any:
+        chosen = np.stack([params[:, part].argmax(axis=1) for part in self.parts], axis=1)
         return (chosen + self._start).astype(self._dtype).reshape(-1, *self._shape)
 
-    def mode(self, params: Any) -> Any:
-        return self._shaped(np.stack([params[:, part].argmax(axis=1) for part in self.parts], axis=1))
-
-    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
         chosen = np.asarray(actions).reshape(len(params), -1) - self._start
         total = np.zeros(len(params), dtype=np.float32)
         rows = np.arange(len(params))
@@ -136,7 +107,7 @@ class MultiCategorical(_ByLogprob):
         return total
 
 
-class Bernoulli(_ByLogprob):
+class Bernoulli:
     """Independent coins; params are their logits [B, n]."""
 
     name = "bernoulli"
@@ -154,7 +125,7 @@ class Bernoulli(_ByLogprob):
     def mode(self, params: Any) -> Any:
         return (params > 0).astype(self._dtype).reshape(-1, *self._shape)
 
-    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
         taken = np.asarray(actions).reshape(len(params), -1).astype(np.bool_)
         return -np.logaddexp(0.0, np.where(taken, -params, params)).sum(axis=1).astype(np.float32)
 
@@ -175,8 +146,19 @@ class _Continuous:
         return self._shaped(np.clip(flat, self._low, self._high) if self._bounded else flat)
 
 
-class Normal(_Continuous):
-    """Independent normals; params are means and log standard deviations [B, 2 d].
+class _Gaussian(_Continuous):
+    """Params are means and log standard deviations [B, 2 d]."""
+
+    def __init__(self, space: spaces.Box) -> None:
+        super().__init__(space)
+        self.num_params = 2 * self._size
+
+    def _sample(self, params: Any, noise: Any) -> Any:
+        return params[:, : self._size] + np.exp(params[:, self._size :]) * noise
+
+
+class Normal(_Gaussian):
+    """Independent normals.
 
     The environment gets the action clipped to its space; the batch keeps it as sampled, so that its log-probability is
     that of the normal.
@@ -184,12 +166,8 @@ class Normal(_Continuous):
 
     name = "normal"
 
-    def __init__(self, space: spaces.Box) -> None:
-        super().__init__(space)
-        self.num_params = 2 * self._size
-
     def choose(self, params: Any, noise: Any, knobs: dict[str, Any]) -> tuple[Any, Any]:
-        flat = params[:, : self._size] + np.exp(params[:, self._size :]) * noise
+        flat = self._sample(params, noise)
         return self._shaped(flat), self._clipped(flat)
 
     def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
@@ -198,14 +176,9 @@ class Normal(_Continuous):
     def mode(self, params: Any) -> Any:
         return self._clipped(params[:, : self._size])
 
-    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
-        mean, log_std = params[:, : self._size], params[:, self._size :]
-        z = (np.asarray(actions).reshape(len(params), -1) - mean) / np.exp(log_std)
-        return (-0.5 * z * z - log_std - _HALF_LOG_2PI).sum(axis=1)
 
-
-class TanhNormal(_Continuous):
-    """Normals squashed by tanh into the space's bounds; params as for `Normal`, before the squash."""
+class TanhNormal(_Gaussian):
+    """Normals squashed by tanh into the space's bounds; params are those before the squash."""
 
     name = "tanh-normal"
 
@@ -213,36 +186,26 @@ class TanhNormal(_Continuous):
         super().__init__(space)
         if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
             raise PolicyError(f"a tanh-normal policy needs a bounded action space, not {space}")
-        self.num_params = 2 * self._size
         self._scale = ((space.high - space.low) / 2).reshape(1, -1).astype(np.float32)
         self._middle = ((space.high + space.low) / 2).reshape(1, -1).astype(np.float32)
 
-    def _density(self, params: Any, z: Any, before: Any) -> Any:
-        log_std = params[:, self._size :]
-        # log(1 - tanh(x)^2), written so that it stays exact far out
-        squash = 2.0 * (math.log(2.0) - before - np.logaddexp(0.0, -2.0 * before))
-        inside = -0.5 * z * z - log_std - _HALF_LOG_2PI - squash - np.log(self._scale)
-        return inside.sum(axis=1).astype(np.float32)
-
-    def _before(self, params: Any, noise: Any) -> Any:
-        return params[:, : self._size] + np.exp(params[:, self._size :]) * noise
+    def _squashed(self, flat: Any) -> Any:
+        return self._shaped(np.tanh(flat) * self._scale + self._middle)
 
     def choose(self, params: Any, noise: Any, knobs: dict[str, Any]) -> tuple[Any, Any]:
-        actions = self._shaped(np.tanh(self._before(params, noise)) * self._scale + self._middle)
+        actions = self._squashed(self._sample(params, noise))
         return actions, actions
 
     def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
-        return self._density(params, noise, self._before(params, noise))
+        # From the noise, not the action: near the edge a float32 action does not say what it was before the squash.
+        before, log_std = self._sample(params, noise), params[:, self._size :]
+        # log(1 - tanh(x)^2), written so that it stays exact far out
+        squash = 2.0 * (math.log(2.0) - before - np.logaddexp(0.0, -2.0 * before))
+        inside = -0.5 * noise * noise - log_std - _HALF_LOG_2PI - squash - np.log(self._scale)
+        return inside.sum(axis=1).astype(np.float32)
 
     def mode(self, params: Any) -> Any:
-        return self._shaped(np.tanh(params[:, : self._size]) * self._scale + self._middle)
-
-    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
-        squashed = (np.asarray(actions).reshape(len(params), -1) - self._middle) / self._scale
-        edge = 1.0 - float(np.finfo(np.float32).eps)
-        before = np.arctanh(np.clip(squashed, -edge, edge))
-        z = (before - params[:, : self._size]) / np.exp(params[:, self._size :])
-        return self._density(params, z, before)
+        return self._squashed(params[:, : self._size])
 
 
 class Deterministic(_Continuous):
@@ -263,20 +226,13 @@ class Deterministic(_Continuous):
         return actions, actions
 
     def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
-        return self._density(noise, _column(knobs.get("noise", 0.0), len(params)))
-
-    def _density(self, z: Any, sigma: Any) -> Any:
+        sigma = _column(knobs.get("noise", 0.0), len(params))
         quiet = sigma <= 0
-        inside = -0.5 * z * z - np.log(np.where(quiet, 1.0, sigma)) - _HALF_LOG_2PI
+        inside = -0.5 * noise * noise - np.log(np.where(quiet, 1.0, sigma)) - _HALF_LOG_2PI
         return np.where(quiet[:, 0], 0.0, inside.sum(axis=1)).astype(np.float32)
 
     def mode(self, params: Any) -> Any:
         return self._clipped(params)
-
-    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
-        sigma = _column(knobs.get("noise", 0.0), len(params))
-        z = (np.asarray(actions).reshape(len(params), -1) - params) / np.where(sigma <= 0, 1.0, sigma)
-        return self._density(z, sigma)
 
 
 class EpsilonGreedy(_OneOf):
@@ -297,7 +253,7 @@ class EpsilonGreedy(_OneOf):
         actions = (chosen + self._start).astype(self._dtype)
         return actions, actions
 
-    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
+    def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
         epsilon = _column(knobs.get("epsilon", 0.0), len(params))[:, 0]
         counts = (params > _NEVER).sum(axis=1)
         greedy = params.argmax(axis=1) == np.asarray(actions) - self._start
@@ -342,9 +298,6 @@ class Uniform:
 
     def mode(self, params: Any) -> Any:
         raise PolicyError("a random policy has no greedy action: evaluate(deterministic=False)")
-
-    def logprob(self, params: Any, actions: Any, knobs: dict[str, Any]) -> Any:
-        return np.full(len(actions), self._logprob)
 
 
 def _column(value: Any, rows: int) -> Any:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from gymnasium import Space
 
 from clusterenv.errors import PolicyError
-from clusterenv.policy import as_policy
 from clusterenv.policy.acting.base import Policy, Prepared
 
 __all__ = ["Named", "class_at", "named", "prepare_named"]
@@ -61,8 +60,6 @@ def prepare_named(given: Named, observation_space: Space[Any], action_space: Spa
     made = class_at(given.path)(**given.kwargs)
     if isinstance(made, Policy):
         return made.prepare(observation_space, action_space)
-    if not given.options:
-        return as_policy(made).prepare(observation_space, action_space)
     from clusterenv.policy.acting.torch import TorchPolicy
 
     return TorchPolicy(made, **given.options).prepare(observation_space, action_space)

@@ -11,7 +11,7 @@ from gymnasium import Space
 
 from clusterenv.arguments import check_fields
 from clusterenv.errors import PolicyError
-from clusterenv.policy.acting.base import Prepared
+from clusterenv.policy.acting.base import Prepared, num_rows
 from clusterenv.policy.acting.distributions import Uniform, family_for
 from clusterenv.policy.acting.named import Named
 from clusterenv.policy.weights.codec import Weights
@@ -46,7 +46,7 @@ class NumpyPolicy:
 
     def prepare(self, observation_space: Space[Any], action_space: Space[Any]) -> Prepared:
         family = family_for(self.dist, action_space)
-        return Prepared(_NumpyRecipe(self.forward), family, self.action_mask, f"numpy function, {family.name}")
+        return Prepared(_NumpyActor(self.forward), family, self.action_mask, f"numpy function, {family.name}")
 
     def weights(self) -> Weights:
         return {name: np.asarray(value) for name, value in self.values.items()}
@@ -58,18 +58,15 @@ class NumpyPolicy:
         return {"epsilon": self.epsilon, "noise": self.noise}
 
 
-@dataclass(frozen=True)
-class _NumpyRecipe:
-    forward: Callable[[Weights, Any], Any]
-
-    def build(self) -> _NumpyActor:
-        return _NumpyActor(self.forward)
-
-
 class _NumpyActor:
+    """Recipe and actor in one: it travels before it has weights."""
+
     def __init__(self, forward: Callable[[Weights, Any], Any]) -> None:
         self._forward = forward
         self._weights: Weights = {}
+
+    def build(self) -> _NumpyActor:
+        return self
 
     def load(self, weights: Weights) -> None:
         self._weights = {name: array.copy() for name, array in weights.items()}
@@ -98,7 +95,7 @@ class RandomPolicy:
     """
 
     def prepare(self, observation_space: Space[Any], action_space: Space[Any]) -> Prepared:
-        return Prepared(_RandomRecipe(), Uniform(action_space), None, "random actions")
+        return Prepared(_NumpyActor(_no_params), Uniform(action_space), None, "random actions")
 
     def weights(self) -> Weights:
         return {}
@@ -113,20 +110,5 @@ class RandomPolicy:
         return Named("clusterenv.policy.acting.numpy:RandomPolicy", {}, {})
 
 
-class _RandomRecipe:
-    def build(self) -> _RandomActor:
-        return _RandomActor()
-
-
-class _RandomActor:
-    def load(self, weights: Weights) -> None:
-        pass
-
-    def forward(self, obs: Any, state: Any, starts: Any) -> tuple[Any, Any]:
-        return np.empty((len(starts), 0), dtype=np.float32), None
-
-    def initial_state(self, rows: int) -> Any:
-        return None
-
-    def like_state(self, state: Any) -> Any:
-        return state
+def _no_params(weights: Weights, obs: Any) -> Any:
+    return np.empty((num_rows(obs), 0), dtype=np.float32)

@@ -10,22 +10,22 @@ from clusterenv.policy.acting.distributions import Noise
 
 __all__ = ["Streams"]
 
-_DOMAIN = 0x706F6C696379  # keeps these streams apart from those that seed environments
+_POLICY = 0x706F6C696379  # keeps these streams apart from those that seed environments
+_DRIFT = _POLICY + 1
 
 
 class Streams:
-    """One generator per slot, begun anew with each incarnation."""
+    """Generators of each slot, begun anew with each incarnation."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._generators: dict[int, tuple[int, np.random.Generator]] = {}
-        self._pickers: dict[int, tuple[int, np.random.Generator]] = {}
+        self._generators: dict[tuple[int, int], tuple[int, np.random.Generator]] = {}
 
     def draw(self, slots: list[int], incarnations: list[int], steps: int, kind: Noise, size: int) -> Any:
         """Noise [steps, len(slots), size], float32: the next of each slot's stream."""
         block = np.empty((steps, len(slots), size), dtype=np.float32)
         for k, (slot, incarnation) in enumerate(zip(slots, incarnations, strict=True)):
-            generator = self._generator(slot, incarnation)
+            generator = self._generator(_POLICY, slot, incarnation)
             if kind == "normal":
                 block[:, k] = generator.standard_normal((steps, size), dtype=np.float32)
             elif kind == "uniform":
@@ -42,18 +42,13 @@ class Streams:
         """(t, column) of states to sample for drift: one in `share` of each slot's, at least one; ascending by t."""
         picked = []
         for k, (slot, incarnation) in enumerate(zip(slots, incarnations, strict=True)):
-            known = self._pickers.get(slot)
-            if known is None or known[0] != incarnation:
-                sequence = np.random.SeedSequence((_DOMAIN + 1, self._seed, slot, incarnation))
-                known = self._pickers[slot] = (incarnation, np.random.Generator(np.random.PCG64(sequence)))
-            count = max(1, steps // share)
-            picked += [(int(t), k) for t in known[1].choice(steps, size=count, replace=False)]
+            times = self._generator(_DRIFT, slot, incarnation).choice(steps, size=max(1, steps // share), replace=False)
+            picked += [(int(t), k) for t in times]
         return sorted(picked)
 
-    def _generator(self, slot: int, incarnation: int) -> np.random.Generator:
-        known = self._generators.get(slot)
+    def _generator(self, domain: int, slot: int, incarnation: int) -> np.random.Generator:
+        known = self._generators.get((domain, slot))
         if known is None or known[0] != incarnation:
-            sequence = np.random.SeedSequence((_DOMAIN, self._seed, slot, incarnation))
-            known = (incarnation, np.random.Generator(np.random.PCG64(sequence)))
-            self._generators[slot] = known
+            sequence = np.random.SeedSequence((domain, self._seed, slot, incarnation))
+            known = self._generators[domain, slot] = (incarnation, np.random.Generator(np.random.PCG64(sequence)))
         return known[1]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from gymnasium import Space, spaces
 
-__all__ = ["LOOKED_FOR", "Shape", "candidates", "example_for", "from_distribution", "pack"]
+__all__ = ["LOOKED_FOR", "Shape", "call_module", "candidates", "example_for", "from_distribution", "pack"]
 
 LOOKED_FOR = (
     "CleanRL's agents (get_action_and_value with actor, network + actor, or actor_mean + actor_logstd), "
@@ -32,6 +32,10 @@ class Shape(NamedTuple):
     """(module, obs, actions) → [B], by the module's own code."""
 
 
+def call_module(module: Any, obs: Any) -> Any:
+    return module(obs)
+
+
 def _actor(module: Any, obs: Any) -> Any:
     return module.actor(obs)
 
@@ -47,10 +51,6 @@ def _pixel_network_actor(module: Any, obs: Any) -> Any:
 def _mean_logstd(module: Any, obs: Any) -> Any:
     mean = module.actor_mean(obs)
     return mean, module.actor_logstd.expand_as(mean)
-
-
-def _sac_actor(module: Any, obs: Any) -> Any:
-    return module(obs)
 
 
 def _sb3(module: Any, obs: Any) -> Any:
@@ -89,7 +89,7 @@ def candidates(module: Any, action_space: Space[Any]) -> list[Shape]:
             family = "bernoulli"
         found.append(Shape("Stable-Baselines3", family, _sb3, None, _sb3_logprob))
     if all(hasattr(module, name) for name in ("fc_mean", "fc_logstd", "action_scale")):
-        found.append(Shape("CleanRL SAC", "tanh-normal", _sac_actor, None, None))
+        found.append(Shape("CleanRL SAC", "tanh-normal", call_module, None, None))
     return found
 
 

@@ -20,8 +20,8 @@ from clusterenv.errors import PolicyError
 from clusterenv.policy.acting.base import PAD, Prepared
 from clusterenv.policy.acting.distributions import Family, family_for
 from clusterenv.policy.acting.named import Named, class_at
-from clusterenv.policy.acting.shapes import LOOKED_FOR, candidates, example_for, from_distribution, pack
-from clusterenv.policy.acting.torch_actor import Forward, FromDist, TorchRecipe, call_module, hollow, to_tensor
+from clusterenv.policy.acting.shapes import LOOKED_FOR, call_module, candidates, example_for, from_distribution, pack
+from clusterenv.policy.acting.torch_actor import Forward, FromDist, TorchRecipe, hollow, to_tensor
 from clusterenv.policy.weights.codec import Weights
 from clusterenv.rollout import map_arrays
 
@@ -108,7 +108,7 @@ class TorchPolicy:
             acting = None
         self._travels = self._names(clone, self._acting or acting)
         self._verify_acting(clone, forward, obs)
-        recipe = TorchRecipe(hollow(clone), forward, self._initial_state, family.num_params, self._travels)
+        recipe = TorchRecipe(hollow(clone), forward, self._initial_state)
         return Prepared(recipe, family, self._mask, description, self._initial_state is not None)
 
     def weights(self) -> Weights:
@@ -271,16 +271,7 @@ def _sample(space: Space[Any]) -> Any:
     """PAD observations of the space, batched, the same at every call."""
     own = copy.deepcopy(space)
     own.seed(0)
-    return _stack([own.sample() for _ in range(PAD)])
-
-
-def _stack(items: list[Any]) -> Any:
-    first = items[0]
-    if isinstance(first, dict):
-        return {key: _stack([item[key] for item in items]) for key in first}
-    if isinstance(first, tuple):
-        return tuple(_stack(list(parts)) for parts in zip(*items, strict=True))
-    return np.stack([np.asarray(item) for item in items])
+    return map_arrays(lambda *values: np.stack(values), *(own.sample() for _ in range(PAD)))
 
 
 def _plain(value: Any) -> Any:

@@ -17,7 +17,7 @@ from clusterenv.policy.acting.shapes import from_distribution, pack
 from clusterenv.policy.weights.codec import Weights
 from clusterenv.rollout import map_arrays
 
-__all__ = ["Forward", "FromDist", "TorchRecipe", "call_module", "hollow", "to_tensor"]
+__all__ = ["Forward", "FromDist", "TorchRecipe", "hollow", "to_tensor"]
 
 Forward = Callable[..., Any]
 
@@ -27,8 +27,6 @@ class TorchRecipe:
     module: Any
     forward: Forward
     state_fn: Callable[[int], Any] | None
-    num_params: int
-    names: tuple[str, ...]
 
     def build(self) -> TorchActor:
         _fill(self.module)
@@ -41,7 +39,6 @@ class TorchActor:
         _call_layers_directly(self._module)
         self._forward = recipe.forward
         self._state_fn = recipe.state_fn
-        self._num_params = recipe.num_params
 
     def load(self, weights: Weights) -> None:
         state = self._module.state_dict()
@@ -105,35 +102,32 @@ class _Chain:
         return value
 
 
-def call_module(module: Any, obs: Any) -> Any:
-    return module(obs)
-
-
 def hollow(module: Any) -> Any:
     """The module without its weights: they travel with each version, and once per machine, not with every worker."""
-    places: dict[int, Any] = {}
-    for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and name not in part._non_persistent_buffers_set:
-                    if id(tensor) not in places:
-                        places[id(tensor)] = tensor.to("meta")
-                    tensors[name] = places[id(tensor)]
+    _replace_tensors(module, lambda tensor: tensor.to("meta"))
     return module
 
 
 def _fill(module: Any) -> None:
-    places: dict[int, Any] = {}
+    def zeros(tensor: Any) -> Any:
+        # Not zeros_like: of a meta tensor it imports sympy, half a second for each worker.
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
+
+    _replace_tensors(module, zeros)
+
+
+def _replace_tensors(module: Any, replacement: Callable[[Any], Any]) -> None:
+    """Replace what the `state_dict` holds. Tensors that parts of the module share stay shared."""
+    made: dict[int, Any] = {}
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    if id(tensor) not in places:
-                        # Not zeros_like: of a meta tensor it imports sympy, half a second for each worker.
-                        places[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-                        places[id(tensor)].zero_()
-                    filled = places[id(tensor)]
-                    tensors[name] = torch.nn.Parameter(filled, False) if tensors is part._parameters else filled
+                if tensor is not None and name not in part._non_persistent_buffers_set:
+                    if id(tensor) not in made:
+                        new = replacement(tensor)
+                        new = torch.nn.Parameter(new, False) if tensors is part._parameters else new
+                        made[id(tensor)] = (tensor, new)  # the old one is kept, so that its id stays its own
+                    tensors[name] = made[id(tensor)][1]
 
 
 def to_tensor(array: Any) -> Any:

@@ -1,7 +1,7 @@
 """How far two policies are apart in a state, from the numbers of their distributions. Pure numpy, float64 inside.
 
 `divergence(family)(old, new, knobs)` gives one number per row, where rows are parameters as `distributions` lays them
-out: KL(old || new) for distributions, and kin for policies that are none. All are 0 for equal rows and never negative.
+out: KL(old || new) for distributions, and a similar measure for other policies. 0 for equal rows, never negative.
 """
 
 from __future__ import annotations
@@ -11,18 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from clusterenv.policy.acting.distributions import (
-    Bernoulli,
-    Categorical,
-    Deterministic,
-    EpsilonGreedy,
-    Family,
-    MultiCategorical,
-    Normal,
-    TanhNormal,
-    Uniform,
-    log_softmax,
-)
+from clusterenv.policy.acting import distributions
+from clusterenv.policy.acting.distributions import Family, MultiCategorical, log_softmax
 
 __all__ = ["Divergence", "divergence", "is_kl"]
 
@@ -30,25 +20,16 @@ Divergence = Callable[[Any, Any, dict[str, Any]], Any]
 
 
 def is_kl(family: Family) -> bool:
-    """Whether the divergence is a KL, from which a share of effective samples can be foretold."""
-    return not isinstance(family, (Deterministic, EpsilonGreedy, Uniform))
+    """Return whether the divergence is a KL, from which the share of effective samples can be predicted."""
+    return not isinstance(family, (distributions.Deterministic, distributions.EpsilonGreedy, distributions.Uniform))
 
 
 def divergence(family: Family) -> Divergence:
-    if isinstance(family, Categorical):
-        return _categorical
+    """Return how to measure it for this family."""
     if isinstance(family, MultiCategorical):
         parts = family.parts
         return lambda old, new, knobs: np.sum([_categorical(old[:, p], new[:, p], knobs) for p in parts], axis=0)
-    if isinstance(family, Bernoulli):
-        return _bernoulli
-    if isinstance(family, (Normal, TanhNormal)):  # the squash is the same for both, and cancels
-        return _normal
-    if isinstance(family, Deterministic):
-        return _deterministic
-    if isinstance(family, EpsilonGreedy):
-        return _greedy
-    return lambda old, new, knobs: np.zeros(len(old))
+    return _BY_NAME[family.name]
 
 
 def _categorical(old: Any, new: Any, knobs: dict[str, Any]) -> Any:
@@ -86,3 +67,14 @@ def _greedy(old: Any, new: Any, knobs: dict[str, Any]) -> Any:
     """Total variation: (1 - epsilon) where the greedy action changed."""
     epsilon = float(np.asarray(knobs.get("epsilon", 0.0), np.float64).mean())
     return (1.0 - epsilon) * (np.argmax(old, axis=1) != np.argmax(new, axis=1))
+
+
+_BY_NAME: dict[str, Divergence] = {
+    "categorical": _categorical,
+    "bernoulli": _bernoulli,
+    "normal": _normal,
+    "tanh-normal": _normal,  # the squash is the same for both, and cancels
+    "deterministic": _deterministic,
+    "epsilon-greedy": _greedy,
+    "uniform": lambda old, new, knobs: np.zeros(len(old)),
+}

@@ -36,12 +36,12 @@ class Drift(NamedTuple):
 
 
 class _Reservoir:
-    """A uniform sample of the states that were offered (Vitter's algorithm R)."""
+    """A uniform sample of the states that were added (Vitter's algorithm R)."""
 
     def __init__(self) -> None:
         self.obs: list[Any] = []
         self.params: list[Any] = []
-        self.offered = 0
+        self.seen = 0
 
     def add(self, obs: Any, params: Any, rng: np.random.Generator) -> None:
         for i in range(len(params)):
@@ -50,10 +50,10 @@ class _Reservoir:
                 self.obs.append(row)
                 self.params.append(params[i])
             else:
-                place = int(rng.integers(self.offered + 1))
+                place = int(rng.integers(self.seen + 1))
                 if place < CAPACITY:
                     self.obs[place], self.params[place] = row, params[i]
-            self.offered += 1
+            self.seen += 1
 
 
 class DriftTable:
@@ -82,17 +82,17 @@ class DriftTable:
         self._begin: Any = None
 
     def add(self, version: int, obs: Any, params: Any) -> None:
-        """States that `version` visited, [m, ...], and what it gave for them, [m, P]."""
+        """Add states that `version` visited, [m, ...], and the parameters that it gave for them, [m, P]."""
         if len(params):
             self._reservoirs.setdefault(version, _Reservoir()).add(obs, params, self._rng)
             self._begin = None
 
     def add_begin(self, obs: Any) -> None:
-        """States that episodes begin with, [m, ...]: something to measure on before anybody has acted."""
+        """Set initial states of episodes, [m, ...], to measure on before anybody has acted."""
         self._begin = obs
 
     def clear(self) -> None:
-        """Versions are counted anew: what is known of their numbers is of others."""
+        """Forget everything: from now on the same numbers stand for other versions."""
         self._reservoirs, self._known, self._asked_at, self._begin = {}, {}, -1, None
 
     def keep(self, versions: set[int]) -> None:
@@ -103,23 +103,23 @@ class DriftTable:
                 del self._reservoirs[version]
 
     def drift(self, version: int, latest: int, knobs: dict[str, Any]) -> Drift | None:
-        """Of `version` from `latest`, the policy that `forward` runs; None where no state is known at all."""
+        """Return how far `version` is from `latest`, which `forward` runs; None where no state is known."""
+        if version == latest:
+            return Drift(0.0, 0.0, 0)
         if latest != self._asked_at:
-            self._asked_at = latest
-            self._known = {}
+            self._asked_at, self._known = latest, {}
         if version not in self._known:
-            if version == latest:
-                self._known[version] = Drift(0.0, 0.0, 0)
-            else:
-                measured = self._measured(version, knobs)
-                if measured is None:
-                    return None
-                self._known[version] = measured
+            measured = self._measured(version, knobs)
+            if measured is None:
+                return None
+            self._known[version] = measured
         return self._known[version]
 
     def distance(self, version: int, forward: Callable[[Any], Any], knobs: dict[str, Any]) -> Drift | None:
-        """Of another policy from the newest, over states that `version` visited, or before anybody has acted over those
-        that episodes begin with; None where none is known."""
+        """Return how far another policy is from the newest; None where no state is known.
+
+        Measured on states that `version` visited, or on initial states before anybody has acted.
+        """
         reservoir = self._reservoirs.get(version)
         obs = self._begin if reservoir is None else _stack(reservoir.obs)
         if obs is None:

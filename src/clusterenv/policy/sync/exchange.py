@@ -81,12 +81,10 @@ class Exchange:
         return (None, None) if drift is None else (drift.mean, drift.se)
 
     def consider(self, node: int, standing: Standing, max_lag: int | None = None) -> Decision:
-        """Whether the machine pulls, now that something is asked of it; more than `max_lag` behind it does anyway."""
+        """Return whether the machine pulls, now that it gets a request; more than `max_lag` behind it does anyway."""
         if max_lag is not None and standing.lag > max_lag:
-            decision = Decision(True, f"{standing.lag} versions behind, max_staleness={max_lag}")
-        else:
-            decision = decide(self.rule, standing)
-        return decision
+            return Decision(True, f"{standing.lag} versions behind, max_staleness={max_lag}")
+        return decide(self.rule, standing)
 
     def pull(self, held: Acting | None) -> Pulled:
         """Return the newest version in the smallest form that will do for a machine that holds `held`."""

@@ -1,4 +1,4 @@
-"""The policy's versions at the head: what is newest, what it weighs, and how far older ones have drifted from it.
+"""The policy's versions at the head: which is newest, its weights, and how far older ones have drifted from it.
 
 `publish` is cheap and may be called after each gradient step: weights are copied out only when somebody is to get them.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from clusterenv.policy.acting.base import PAD, Actor, Policy, pad_rows
+from clusterenv.policy.acting.base import PAD, Actor, Policy, num_rows, pad_rows
 from clusterenv.policy.acting.distributions import Family, mask_logits
 from clusterenv.policy.sync.divergence import divergence
 from clusterenv.policy.sync.drift import Drift, DriftTable
@@ -21,7 +21,7 @@ from clusterenv.rollout import map_arrays
 __all__ = ["REPLAY", "Publisher"]
 
 REPLAY = 16
-"""Recurrent policies: drift is measured within so many steps of a fragment's start, by replaying them."""
+"""Recurrent policies: drift is measured within this many steps of a fragment's start, by replaying them."""
 
 
 class Publisher:
@@ -76,20 +76,20 @@ class Publisher:
     # -- drift ------------------------------------------------------------------------------------------------
 
     def note(self, version: int, obs: Any, params: Any) -> None:
-        """States that `version` visited, and what it gave for them."""
+        """Add states that `version` visited, and the parameters that it gave for them."""
         self._table.add(version, obs, params)
 
     def note_begin(self, obs: Any) -> None:
-        """States that episodes begin with."""
+        """Set initial states of episodes, to measure on before anybody has acted."""
         self._table.add_begin({"obs": obs})
 
     def drift(self, version: int, knobs: dict[str, Any]) -> Drift | None:
-        """Of `version` from the newest; None where nothing is known."""
+        """Return how far `version` is from the newest; None where no state is known."""
         self.snapshot()
         return self._table.drift(version, self.version, knobs)
 
     def distance(self, weights: bytes, version: int, knobs: dict[str, Any]) -> Drift | None:
-        """Of these weights from the newest, over states that `version` visited; None where none is known."""
+        """Return how far these weights are from the newest on states that `version` visited; None: none is known."""
         self.snapshot()
         return self._table.distance(version, lambda rows: self._run(weights, rows), knobs)
 
@@ -116,7 +116,7 @@ class Publisher:
 
 
 def _forward(actor: Actor, obs: Any) -> Any:
-    count = _rows_of(obs)
+    count = num_rows(obs)
     starts = np.ones(count + -count % PAD, dtype=np.bool_)
     return actor.forward(pad_rows(obs, count), None, starts)[0][:count]
 
@@ -137,11 +137,3 @@ def _replay(actor: Actor, rows: Any) -> Any:
         now = rows["t"] == step
         params[now] = given[:count][now]
     return params
-
-
-def _rows_of(obs: Any) -> int:
-    if isinstance(obs, dict):
-        return _rows_of(next(iter(obs.values())))
-    if isinstance(obs, tuple):
-        return _rows_of(obs[0])
-    return len(obs)

@@ -29,7 +29,7 @@ class Standing(NamedTuple):
     """Mean divergence from the newest, over states that this version visited; None: not known."""
     drift_se: float | None
     fragments: int = 0
-    """So many has one of its workers acted with this version."""
+    """How many of them one of its workers has acted with this version."""
 
     @property
     def lag(self) -> int:
@@ -68,14 +68,14 @@ class APS:
     """Adaptive Policy Synchronization (arXiv 2507.10990): pull when the policy has really diverged.
 
     Args:
-        threshold: mean KL per state (or its kin, see `divergence`) above which a node pulls; 0.01 unless told. Plain
+        threshold: mean KL per state (see `divergence`) above which a node pulls; default: 0.01. Plain
             PPO, whose clip is centred on what acted, cannot move farther than about clip² / 2 from it: take at most
             half of that (0.01 for a clip of 0.2, 0.0025 for 0.1), or learn with `behaviour_weights`.
         ess: say instead which share of effective samples is to remain, e.g. 0.98; threshold = -ln(ess) / 2.
-        max_lag: pull in any case when so many versions behind.
-        max_fragments: pull in any case when a worker has acted so many fragments with one version: what holds the
+        max_lag: pull in any case when this many versions behind.
+        max_fragments: pull in any case when a worker has acted this many fragments with one version: what holds the
             learner near it must not hold it for ever. None: never.
-        min_updates: not before so many versions behind.
+        min_updates: do not pull before this many versions behind.
         z: how many standard errors of the estimate count as drift: more is more cautious.
 
     Example:
@@ -122,8 +122,11 @@ Rule = Always | Every | Never | APS | Callable[[Standing], bool]
 
 
 def fit(rule: Rule, family: Family) -> Rule:
-    """The rule, if it is one and has a meaning for this kind of policy."""
-    _check(rule)
+    """Return the rule; raise unless it is one, and has a meaning for this kind of policy."""
+    if isinstance(rule, type) or not (isinstance(rule, (Always, Every, Never, APS)) or callable(rule)):
+        hint = f"this is the class, write sync={rule.__name__}(...)" if isinstance(rule, type) else _meant(rule)
+        wanted = "Always(), APS(...), Every(k), Never() or a function of a Standing"
+        raise refused("collector", "sync", rule, wanted, hint)
     if isinstance(rule, APS) and rule.ess is not None and not is_kl(family):
         raise PolicyError(
             f"APS(ess=...) has no meaning for a {family.name} policy, whose samples have no density ratio: "
@@ -131,14 +134,6 @@ def fit(rule: Rule, family: Family) -> Rule:
             "squared distance of actions over the noise (deterministic)"
         )
     return rule
-
-
-def _check(rule: Any) -> None:
-    """Raise SpecError unless this is a rule."""
-    if isinstance(rule, type) or not (isinstance(rule, (Always, Every, Never, APS)) or callable(rule)):
-        hint = f"this is the class, write sync={rule.__name__}(...)" if isinstance(rule, type) else _meant(rule)
-        wanted = "Always(), APS(...), Every(k), Never() or a function of a Standing"
-        raise refused("collector", "sync", rule, wanted, hint)
 
 
 def _meant(rule: Any) -> str:

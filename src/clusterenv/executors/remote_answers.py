@@ -1,8 +1,8 @@
-"""Requests to workers on other machines that are not answered yet, and what their answers do.
+"""Answers of workers on other machines: each is checked against what the ledger says was asked, then written.
 
-Enters: the ledger's `Request` with each message, a number with each whole step, and what nodes answer. Leaves: rows and
-fragments in the memory of this process, and replies for the engine. An answer is checked before any of that
-(`engine.answers`); whatever it raises ends the node.
+Enters: what was sent, and what nodes answer. Leaves: rows and fragments in the memory of this process, and replies for
+the engine. What was asked is known by the request ledger alone; kept here are the shards that owe one answer for all
+their workers, and how many bytes each shard may still send. Whatever an answer raises ends the node.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import mmap
 from typing import Any
 
 from clusterenv.engine.answers import Known, check, check_step, limit_bytes, record
-from clusterenv.engine.requests import Kind, Request
+from clusterenv.engine.requests import Request, Requests
 from clusterenv.errors import ProtocolError
 from clusterenv.memory.fragments import Arena, ArenaLayout
 from clusterenv.memory.rows import Buffers, Layout
 from clusterenv.memory.transfer import Block, write_fragment, write_rows
 from clusterenv.wire.messages import Answer, SteppedAll
 
-__all__ = ["OpenRequests"]
+__all__ = ["RemoteAnswers"]
 
 Replies = list[tuple[int, Any]]
 """(worker, reply)"""
 
 
-class OpenRequests:
+class RemoteAnswers:
     """
     Args:
         workers: of each shard.
@@ -32,16 +32,21 @@ class OpenRequests:
     """
 
     def __init__(
-        self, slots_of: list[list[int]], workers: list[list[int]], is_vector: bool, open_bytes: list[int]
+        self,
+        requests: Requests,
+        slots_of: list[list[int]],
+        workers: list[list[int]],
+        is_vector: bool,
+        open_bytes: list[int],
     ) -> None:
+        self._requests = requests
         self._slots_of = slots_of
         self._workers = workers
         self._shard_of = {worker: shard for shard, its in enumerate(workers) for worker in its}
         self._open_bytes = open_bytes
         self._is_vector = is_vector
         self._known = [Known(slots, is_vector=is_vector) for slots in slots_of]
-        self._open: list[dict[int, tuple[Request, int]]] = [{} for _ in slots_of]  # by number, with its limit
-        self._steps: dict[int, int] = {}  # shard → the whole step that all its workers were asked for
+        self._stepping: set[int] = set()  # shards that owe one answer for all workers to the step of all slots
         self._step_bytes: list[int] = [0] * len(workers)
         self.buffers: Buffers | None = None
         self._blocks: list[Block] = []  # per shard
@@ -55,7 +60,8 @@ class OpenRequests:
         slots = [[slot for worker in its for slot in self._slots_of[worker]] for its in self._workers]
         self._blocks = [Block(self.buffers, its) for its in slots]
         self._known = [Known(slots, layout, None, self._is_vector) for slots in self._slots_of]
-        self._step_bytes = [sum(limit_bytes(self._step(w, 0), self._known[w]) for w in its) for its in self._workers]
+        limits = [limit_bytes(self._requests.part_of_step(w), known) for w, known in enumerate(self._known)]
+        self._step_bytes = [sum(limits[worker] for worker in its) for its in self._workers]
         return memory
 
     def allocate_arena(self, layout: ArenaLayout) -> mmap.mmap:
@@ -74,39 +80,39 @@ class OpenRequests:
 
     # -- asking -----------------------------------------------------------------------------------------------
 
-    def open(self, request: Request) -> None:
-        limit = limit_bytes(request, self._known[request.worker])
-        self._open[request.worker][request.number] = (request, limit)
-        self._open_bytes[self._shard_of[request.worker]] += limit
+    def expect(self, request: Request) -> None:
+        """Accept answers to this request from now on: it is being sent."""
+        request.reserved_bytes = limit_bytes(request, self._known[request.worker])
+        self._open_bytes[self._shard_of[request.worker]] += request.reserved_bytes
 
-    def open_step(self, shard: int, number: int, running: set[int]) -> None:
-        """The workers of a shard that are running are asked for a whole step."""
+    def expect_step(self, shard: int, running: set[int]) -> None:
+        """Accept the answer of this shard to the step of all slots, from those of its workers that are running."""
         if running.issuperset(self._workers[shard]):
-            self._steps[shard] = number
+            self._stepping.add(shard)
             self._open_bytes[shard] += self._step_bytes[shard]
         else:
             for worker in running.intersection(self._workers[shard]):
-                self.open(self._step(worker, number))
+                self.expect(self._requests.open_step(worker))
 
     def exited(self, worker: int) -> None:
         """Its process is gone, and with it what it was asked. The others of its shard answer a step one by one."""
         self._divide_step(self._shard_of[worker])
-        for number in list(self._open[worker]):
-            self._close(worker, number)
+        for request in self._requests.of(worker):
+            self._expect_no_more(request)
 
     def busy_shards(self) -> set[int]:
         """Return the shards with a request that a move would lose for good; a step under way is not one."""
         return {
-            self._shard_of[worker]
-            for worker, requests in enumerate(self._open)
-            if any(request.brings != "rows" for request, _ in requests.values())
+            self._shard_of[request.worker]
+            for request in self._requests
+            if request.reserved_bytes and request.brings != "rows"
         }
 
     # -- answers ----------------------------------------------------------------------------------------------
 
-    def close_step(self, shard: int, stepped: SteppedAll, frames: list[Any]) -> Replies | None:
-        """Take the answer of a whole shard; None where no such step is open."""
-        if self._steps.get(shard) != stepped.request:
+    def of_shard(self, shard: int, stepped: SteppedAll, frames: list[Any]) -> Replies | None:
+        """Read the answer of a whole shard; None where no such step is open."""
+        if shard not in self._stepping or stepped.request != self._requests.step_all:
             return None
         workers = self._workers[shard]
         if len(frames) != 1 + len(stepped.workers):
@@ -118,50 +124,49 @@ class OpenRequests:
                     f"a whole step of workers {list(stepped.workers)}, where shard {shard} has {workers}"
                 )
             replies = {
-                worker: check_step(self._step(worker, stepped.request), self._known[worker], body)
+                worker: check_step(self._requests.part_of_step(worker), self._known[worker], body)
                 for worker, body in zip(stepped.workers, frames[1:], strict=True)
             }
         elif self._known[workers[0]].num_objects:
             raise ProtocolError("a whole step without the observations of spaces that have no fixed size")
         self._blocks[shard].write_rows(frames[0])
-        del self._steps[shard]
+        self._stepping.discard(shard)
         self._open_bytes[shard] -= self._step_bytes[shard]
         return [(worker, replies.get(worker, stepped.request)) for worker in workers]
 
-    def take(self, answer: Answer, frames: list[Any]) -> Replies | None:
-        """Take the answer of a worker, or a part of it; None where no such request is open."""
+    def of_worker(self, answer: Answer, frames: list[Any]) -> Replies | None:
+        """Read the answer of a worker, or a part of it; None where no such request is open."""
         worker, number = answer.worker, answer.request
-        if self._steps.get(self._shard_of[worker]) == number:
-            self._divide_step(self._shard_of[worker])
-        request, _ = self._open[worker].get(number, (None, 0))
-        if request is None:
+        shard = self._shard_of[worker]
+        if shard in self._stepping and number == self._requests.step_all:
+            self._divide_step(shard)
+        request = self._requests.get(worker, number)
+        if request is None or not request.reserved_bytes:
             return None
         reply = check(request, self._known[worker], answer.slots, answer.last, frames)
         if request.brings == "fragment":
             slots, arena = self._slots_of[worker], self._arena
             assert arena is not None
-            write_fragment(arena.sides[request.side], slice(slots[0], slots[-1] + 1), request.num_steps, frames[1:])
+            columns, done = slice(slots[0], slots[-1] + 1), reply.result.num_steps
+            write_fragment(arena.sides[request.message.side], columns, request.message.num_steps, done, frames[1:])
         elif request.brings == "rows":
             assert self.buffers is not None
             write_rows(self.buffers, answer.slots, frames[1])
         reply = record(request, answer.slots, reply, sum(map(len, frames)))
         if answer.last:
-            self._close(worker, number)
+            self._expect_no_more(request)
         return [] if reply is None else [(worker, reply)]
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _close(self, worker: int, number: int) -> None:
-        _, limit = self._open[worker].pop(number)
-        self._open_bytes[self._shard_of[worker]] -= limit
+    def _expect_no_more(self, request: Request) -> None:
+        self._open_bytes[self._shard_of[request.worker]] -= request.reserved_bytes
+        request.reserved_bytes = 0
 
     def _divide_step(self, shard: int) -> None:
         """Workers of a shard answer a whole step one by one: its usual form is a single answer for all of them."""
-        number = self._steps.pop(shard, None)
-        if number is not None:
+        if shard in self._stepping:
+            self._stepping.discard(shard)
             self._open_bytes[shard] -= self._step_bytes[shard]
             for worker in self._workers[shard]:
-                self.open(self._step(worker, number))
-
-    def _step(self, worker: int, number: int) -> Request:
-        return Request(number, Kind.STEP, worker, self._slots_of[worker], "rows")
+                self.expect(self._requests.open_step(worker))

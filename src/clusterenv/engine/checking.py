@@ -1,0 +1,30 @@
+"""What the checks of answers have in common: a condition that must hold, and kinds of values. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clusterenv.errors import ProtocolError
+
+__all__ = ["is_int", "is_policy_error", "is_text", "need"]
+
+_LONGEST_TEXT = 1 << 20
+
+
+def need(holds: bool, what: str) -> None:
+    """Raise ProtocolError unless the condition holds; `what` names what the answer has otherwise."""
+    if not holds:
+        raise ProtocolError(f"an answer with {what}")
+
+
+def is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST_TEXT
+
+
+def is_policy_error(value: Any) -> bool:
+    """Return whether this is what a worker says of a policy that failed: the error, and its traceback."""
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_text, value))
