@@ -236,6 +236,7 @@ class SimulatedExecutor(Workers):
         return True
 
     def send(self, index: int, message: Any, request: Any = None) -> None:
+        self.world.waits()  # what is asked for without end is found here, too
         process = self.by_index.get(index)
         if process is not None and process.exit is None:
             process.inbox.append(message)

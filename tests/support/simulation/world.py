@@ -123,7 +123,7 @@ class World:
     def rebuilds(self, slot: int, incarnation: int, seed: int | None) -> None:
         """A worker is asked for another incarnation: later than all before it, and with a seed of its own."""
         if incarnation <= self.incarnations.get(slot, 0):
-            self.fail(f"slot {slot} is rebuilt as incarnation {incarnation}, after {self.incarnations[slot]}")
+            self.fail(f"slot {slot} is rebuilt as incarnation {incarnation}, after {self.incarnations.get(slot, 0)}")
         self.incarnations[slot] = incarnation
         if seed is not None and seed not in self.user_seeds:
             if seed in self.seeds:
