@@ -253,8 +253,8 @@ MUTATIONS = [
     Mutation(
         "recv is allowed when nothing is in flight",
         "vector/phases.py",
-        'Phase.IDLE: {"recv": _NOTHING},',
-        "Phase.IDLE: {},",
+        'Phase.IDLE: {**_NO_ASYNC, "recv": _NOTHING},',
+        "Phase.IDLE: _NO_ASYNC,",
     ),
     Mutation(
         "whole returns of episodes whose beginning was stepped",

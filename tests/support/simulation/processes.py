@@ -260,6 +260,7 @@ class SimulatedExecutor(Workers):
                 self.crash(index)
             while process.can_run and not process.outbox and not world.happens("late"):
                 self.run(index)
+                interrupt(world)
             if not process.outbox:
                 world.clock.now_s += 0.25
                 break
