@@ -14,7 +14,7 @@ REAL := slurm or ray or kubernetes
 # How many processes run the tests of `make test`.
 JOBS ?= 2
 
-.PHONY: demo test test-long test-examples test-network test-clusters test-smoke check tour format bench soak paper paper-quick clean
+.PHONY: demo test test-long test-examples test-network test-clusters test-smoke check tour search simulate mutations format bench soak paper paper-quick clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +55,18 @@ check: $(VENV)/.ready
 # Sizes of files and functions, and how many functions a step, a rollout and a loss cross. `TOUR=--check` fails past a limit.
 tour: $(VENV)/.ready
 	$(BIN)/python -m tools.tour $(TOUR)
+
+# Simulated runs with fresh seeds; gates nothing. SEARCH="--minutes 30 --processes 8".
+search: $(VENV)/.ready
+	$(BIN)/python -m tools.search $(SEARCH)
+
+# The same with fixed seeds, for three minutes.
+simulate: $(VENV)/.ready
+	$(BIN)/python -m tools.search --minutes 3 --seed 0 --processes $(JOBS)
+
+# Which planted defects the simulated runs find, and how soon.
+mutations: $(VENV)/.ready
+	$(BIN)/python -m tools.mutations $(MUTATIONS)
 
 format: $(VENV)/.ready
 	$(BIN)/ruff format .

@@ -226,7 +226,7 @@ class Collection:
         self.sync.evaluate_newest(other)
         try:
             self._settle()  # a prefetched fragment is kept, and taken by the next rollout
-            while not collecting.are_all_ready():
+            while not collecting.are_all_there():
                 driver.advance(None)
             requests = collecting.evaluate(episodes, seed, deterministic, record, knobs, time.monotonic())
             driver.carry_out()

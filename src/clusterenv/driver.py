@@ -37,7 +37,7 @@ from clusterenv.journal import Journal
 from clusterenv.memory.rows import Buffers
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint, own_spaces
-from clusterenv.system.interrupts import checkpoint, uninterrupted
+from clusterenv.system.interrupts import STATE, checkpoint, uninterrupted
 from clusterenv.wire.requests import Attach, Reply
 
 __all__ = ["Driver", "Rows"]
@@ -180,6 +180,7 @@ class Driver:
                     self.rows.add_rows(message)
                 else:
                     self._inbox.append((worker, message))
+        if STATE.pending:  # before the rows are handed over: a step that ends by Ctrl-C has delivered nothing
             checkpoint()
         return self.rows.all_rows(copy) if done == workers else None
 
@@ -298,7 +299,7 @@ class Driver:
 
     def _wait_s(self, deadline: float | None, now_s: float) -> float:
         timeout_s = _WATCH_S
-        due_s = self._engine.next_due_s() if self._state.slots else None
+        due_s = self._engine.next_due_s(now_s) if self._state.slots else None
         if due_s is not None:
             timeout_s = min(timeout_s, max(0.001, due_s - now_s))
         if deadline is not None:

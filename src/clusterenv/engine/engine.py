@@ -18,6 +18,7 @@ from clusterenv.engine.health import Health, PaceWatch
 from clusterenv.engine.inputs import Cause, Exit, Placed, Stack, WeightsHeld, WeightsRefused, WeightsSent
 from clusterenv.engine.instructions import PutWeights
 from clusterenv.engine.requests import Kind, Request
+from clusterenv.engine.slots import Env
 from clusterenv.engine.state import State
 from clusterenv.engine.workers import Progress
 from clusterenv.events import Event
@@ -115,11 +116,16 @@ class Engine:
         state, requests = self.state, []
         state.incarnations.remember_attribute(name, values)
         for worker in state.workers:
-            here = [slot for slot in worker.slots if slot in values and not state.slots.is_gone(slot)]
+            here = [slot for slot in worker.slots if slot in values and self._can_be_set(slot)]
             if here:
                 message = SetAttr(state.requests.next_number(), here, name, [values[slot] for slot in here])
                 requests.append(state.ask(worker.index, Kind.CALL, here, message, now_s))
         return requests
+
+    def _can_be_set(self, slot: int) -> bool:
+        """Whether there is an environment, or one is being made with the attributes that were there before."""
+        slots = self.state.slots
+        return not slots.is_gone(slot) or (slots.env(slot) is Env.REBUILDING and not self.state.is_vector)
 
     # -- what was heard ---------------------------------------------------------------------------------------
 
@@ -176,7 +182,9 @@ class Engine:
         else:
             self._stepped(request, reply)
         for fault in reply.faults:
-            self.failures.env_failed(worker, fault, in_fragment, now_s)
+            # A step that waited behind a fragment nobody wants any more finds the environments gone that failed there.
+            if request.kind is Kind.REBUILD or not state.slots.is_gone(fault.slot):
+                self.failures.env_failed(worker, fault, in_fragment, now_s)
 
     def _rebuilt(self, reply: Reply) -> None:
         self.state.rows.add_objects(reply)
@@ -200,11 +208,11 @@ class Engine:
 
     # -- the passing of time ----------------------------------------------------------------------------------
 
-    def next_due_s(self) -> float | None:
-        """Return when something is to be started again; None: nothing is."""
+    def next_due_s(self, now_s: float) -> float | None:
+        """Return when something is to be started again; None: nothing is, or only what waits for a place to run."""
         state = self.state
         absent = [worker.start_at_s for worker in state.workers.absent()] if state.slots else []
-        return min((*state.slots.due_times(), *absent), default=None)
+        return min((due_s for due_s in (*state.slots.due_times(), *absent) if due_s > now_s), default=None)
 
     def delivered(self, slots: Any, ended: Any) -> None:
         """Rows of these slots were handed over: under NEXT_STEP the next one of an episode that ended is a reset's."""

@@ -170,7 +170,7 @@ class Failures:
     def check_late(self, now_s: float) -> None:
         """Raise for slots that are awaited, and were gone for too long."""
         limit_s, rows = self._recovery.recovery_timeout_s, self._state.rows
-        late = [s for s in self._state.slots.late(now_s, limit_s) if rows.awaited[s] and not rows.ready[s]]
+        late = self._state.slots.late(rows.awaited & ~rows.ready, now_s, limit_s)
         if late:
             rows.awaited[late] = False
             text = (

@@ -113,7 +113,8 @@ class Delivery:
 
     def give_up(self, slot: int) -> None:
         """Nobody waits for this slot's row any more: an exception reports what became of it."""
-        self.awaited[slot] = self.started[slot] = False
+        self.awaited[slot] = self.started[slot] = self.ready[slot] = self.is_loss[slot] = False
+        self._lost_rows.pop(slot, None)
         self.resetting.pop(slot, None)
 
     def add_rows(self, reply: Reply) -> None:

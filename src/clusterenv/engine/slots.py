@@ -11,7 +11,7 @@ import enum
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gymnasium.vector import AutoresetMode
 
@@ -89,6 +89,8 @@ class Slot:
     loss: Loss | None = None
     """Of the episode, until a row has reported it."""
     since_s: float = 0.0
+    awaited_at_s: float | None = None
+    """Since when its row is awaited; None: it is not."""
     not_before_s: float = 0.0
     """Backoff: not rebuilt before."""
     columns: Columns | None = None
@@ -123,8 +125,8 @@ def after_loss(mode: AutoresetMode, row: Row, episode: Episode, was_held: bool) 
         return Env.DOWN, False
     if row is Row.RESETTING or was_held:
         return Env.DUE, False
-    if episode is Episode.NONE:
-        return Env.DOWN, False
+    if episode is Episode.NONE:  # nothing to report; where a row is awaited, it is the first of the next incarnation
+        return (Env.DUE if row is Row.AWAITED else Env.DOWN), False
     if episode is Episode.ENDED and mode is NEXT_STEP:
         return Env.DUE, False  # its next row is a reset's in any case
     if row is Row.AWAITED:
@@ -159,9 +161,22 @@ class Slots:
     def due_times(self) -> Iterable[float]:
         return (record.not_before_s for record in self.records.values() if record.env is Env.DUE)
 
-    def late(self, now_s: float, limit_s: float) -> list[int]:
-        """Return the slots that have been without an environment for longer than `limit_s`."""
-        return [slot for slot in self.gone() if now_s - self.records[slot].since_s > limit_s]
+    def late(self, awaited: Any, now_s: float, limit_s: float) -> list[int]:
+        """Return the slots that are awaited, and were without an environment for longer than `limit_s` meanwhile.
+
+        `awaited`: bools [N]. While nobody waits for a slot, nobody has it brought back either.
+        """
+        late = []
+        for slot in self.gone():
+            record = self.records[slot]
+            if not awaited[slot]:
+                record.awaited_at_s = None
+                continue
+            if record.awaited_at_s is None:
+                record.awaited_at_s = now_s
+            if now_s - max(record.since_s, record.awaited_at_s) > limit_s:
+                late.append(slot)
+        return late
 
     def _record(self, slot: int) -> Slot:
         return self.records.setdefault(slot, Slot(slot))

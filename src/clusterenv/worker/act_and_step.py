@@ -28,6 +28,9 @@ from clusterenv.worker.single_env import Caught
 
 __all__ = ["FragmentLoop"]
 
+_UNKNOWN = -(1 << 40)
+"""Steps that are counted of an episode whose beginning the user stepped: never as many as it has."""
+
 Ended = list[tuple[int, dict[str, Any]]]
 """(column, info) of the episodes that a step ended."""
 
@@ -64,12 +67,12 @@ class FragmentLoop:
         self._play(run)
         self._score(run)
         done = run.done
-        self._tail = [leaf[done].copy() for leaf in run.columns.obs]
         group.began = [group.clock - int(length) for length in run.lengths]
         group.ended = [False] * len(group.slots)
         finals = run.pack_finals()
         if group.check and self._check(run, finals):
             finals = run.pack_finals()
+        self._tail = [leaf[done].copy() for leaf in run.columns.obs]  # without what was found to be wrong
         pace_s = group.buffers.pace_s[group.rows].astype(np.float32) if is_timed else None
         missing = run.watch.episode_ended() if run.watch is not None and run.any_ended else None
         result = run.result(policy.version, finals, pace_s)
@@ -241,6 +244,7 @@ class FragmentLoop:
                 out[0] = self._tail[i]
                 for slot in group.moved:
                     out[0, slot - group.first] = shared[sides[slot - group.first], slot]
+        was_stepped = group.moved is None  # by the user, since the last fragment
         group.moved = set()
         for k, slot in enumerate(group.slots):
             if group.envs[k] is None:
@@ -251,6 +255,8 @@ class FragmentLoop:
             else:
                 if run.lengths[k] == 0:
                     self._returns[k] = self._counted[k] = 0
+                elif was_stepped:
+                    self._counted[k] = _UNKNOWN
                 if policy.mask is not None and slot in group.recent:
                     policy.masks[k] = group.recent[slot].get(policy.mask)
         for info in group.recent.values():
@@ -299,7 +305,7 @@ class FragmentLoop:
             if values.dtype.kind in "fc" and not np.isfinite(values).all():
                 wrong = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
                 for t, k in zip(finals.t[wrong].tolist(), finals.columns[wrong].tolist(), strict=True):
-                    if k not in run.failed and (k not in bad or bad[k][0] > t):
+                    if columns.valid[t, k] and (k not in bad or bad[k][0] > t):
                         bad[k] = (t, "the episode's last observation is not finite", False)
         for k, (t, text, in_next) in sorted(bad.items()):
             if k not in run.failed:

@@ -341,6 +341,8 @@ class EnvGroup:
             self.at[0], self.at[1] = slot, CALL
             try:
                 if isinstance(request, SetAttr):
+                    if env is None:
+                        continue  # it could not be made: its next incarnation gets the attribute
                     env.set_wrapper_attr(request.name, request.values[i])
                 else:
                     results.append(call_env(env, request.name, request.args, request.kwargs))

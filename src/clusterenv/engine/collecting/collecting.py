@@ -108,19 +108,29 @@ class Collecting:
                 self._ask(fragment, knobs, now_s)
 
     def is_ready(self, worker: int) -> bool:
-        """Return whether all environments of this worker are there; what is missing is asked for."""
+        """Return whether all environments of this worker are there; what is missing is asked for.
+
+        Only then do first rows that nobody has asked for become what a fragment goes on from: `step` would skip them.
+        """
         slots, its = self._state.slots, self._state.workers[worker]
         if slots:
+            gone = [slot for slot in its.slots if slots.is_gone(slot)]
+            for slot in gone:
+                slots.bring_back(slot)
+            if gone or its.is_absent:
+                return False
             for slot in its.slots:
                 if slots.start_fragment(slot):
                     self._state.rows.adopt(slot)
-            if any(map(slots.is_gone, its.slots)):
-                return False
         return not its.is_absent
 
-    def are_all_ready(self) -> bool:
-        ready = [self.is_ready(worker.index) for worker in self._state.workers]
-        return all(ready)
+    def are_all_there(self) -> bool:
+        """Return whether every environment is there; what is missing is asked for, and rows stay where they are."""
+        slots = self._state.slots
+        gone = slots.gone()
+        for slot in gone:
+            slots.bring_back(slot)
+        return not gone and not self._state.workers.absent()
 
     def prepare(self, index: int, now_s: float) -> None:
         """Send a worker the policy and weights that it is to act with, as far as it does not have them."""
@@ -142,10 +152,10 @@ class Collecting:
             state.ask(index, Kind.POLICY, worker.slots, load, now_s)
 
     def prepare_all(self, now_s: float) -> None:
-        """The same for every worker that is there; the others when they are back."""
-        for worker in range(len(self._state.workers)):
-            if self.is_ready(worker):
-                self.prepare(worker, now_s)
+        """The same for every worker that is there, also where some of its environments are not: the others act."""
+        for worker in self._state.workers:
+            if not worker.is_absent:
+                self.prepare(worker.index, now_s)
 
     def _ask(self, fragment: Fragment, all_knobs: dict[str, Any], now_s: float) -> None:
         state, worker = self._state, self._state.workers[fragment.worker]

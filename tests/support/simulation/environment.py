@@ -1,0 +1,110 @@
+"""The environment of a simulated run: its observations are numbers in the ledger, its faults are drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+from simulation.world import Died, Hangs, Produced, World
+
+__all__ = ["ACTIONS", "SimulatedEnv"]
+
+ACTIONS = 3
+OBSERVATION_SPACE = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+ACTION_SPACE = spaces.Discrete(ACTIONS)
+
+
+class SimulatedEnv(gym.Env[Any, Any]):
+    """Episodes of a drawn length. Reward and observation are the number of the transition."""
+
+    observation_space = OBSERVATION_SPACE
+    action_space = ACTION_SPACE
+
+    def __init__(self, world: World, slot: int) -> None:
+        self.world = world
+        self.slot = slot
+        self.number = world.new_env(slot)
+        self.episode = -1
+        self.last = 0
+        self.t = 0
+        self.total = 0.0
+        self.mark = 0
+        self.metadata = {}
+        self.render_mode = None
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self._fault("reset")
+        self.world.envs[self.number].seed = seed
+        self.episode += 1
+        self.t, self.total, self.last = 0, 0.0, 0
+        obs = self._produce(0, False, False)
+        self._fault_after("reset")
+        return obs, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._fault("step")
+        self.t += 1
+        choices = self.world.choices
+        end = choices.draw(12) if not self.world.envs[self.number].is_evaluating else 10 * (self.t >= 2)
+        obs = self._produce(int(action), end == 10, end == 11)
+        self._fault_after("step")
+        if self.world.happens("nan"):
+            self.world.event("nan", f"slot {self.slot}")
+            obs = np.array([np.nan, np.nan])
+        return obs, float(self.last), end == 10, end == 11, {"number": self.last} if end == 9 else {}
+
+    def identify(self) -> tuple[int, int]:
+        """What a call returns."""
+        self._fault("call")
+        return self.slot, self.number
+
+    def close(self) -> None:
+        self.world.env_gone(self.number)
+
+    def _produce(self, action: int, terminated: bool, truncated: bool) -> Any:
+        world = self.world
+        number = len(world.produced) + 1
+        self.total += number if self.t else 0.0
+        world.produce(
+            Produced(
+                number,
+                self.slot,
+                self.number,
+                self.episode,
+                self.t,
+                self.last,
+                action,
+                terminated,
+                truncated,
+                self.total,
+                self.mark,
+            )
+        )
+        self.last = number
+        return np.array([number, number % 5], np.float64)
+
+    def _fault(self, phase: str) -> None:
+        world = self.world
+        world.at = (self.slot, phase)
+        if world.happens("raise"):
+            world.event("raise", f"slot {self.slot} in {phase}")
+            raise ValueError(f"planned in {phase}")
+        if world.happens("die"):
+            world.event("die", f"slot {self.slot} in {phase}")
+            raise Died
+        if world.happens("hang"):
+            world.event("hang", f"slot {self.slot} in {phase}")
+            raise Hangs
+        if world.happens("slow"):
+            world.clock.now_s += 0.002
+        if world.happens("part"):
+            world.clock.now_s += 0.0011
+
+    def _fault_after(self, phase: str) -> None:
+        world = self.world
+        if world.happens("raise_after"):
+            world.event("raise", f"slot {self.slot} after {phase}")
+            raise ValueError(f"planned after {phase}")

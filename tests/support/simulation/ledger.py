@@ -1,0 +1,314 @@
+"""What the user was given, checked against what the environments produced.
+
+Each transition is delivered once, in the order of its episode; where that order is broken, something said so: a row
+that reports a loss, an exception, a reset by the user, or a counter of fragments that were dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from simulation.world import Produced, World
+
+__all__ = ["Ledger", "View"]
+
+LOSS_IN_STREAM_UNREPORTED = True
+"""A worker that is lost with a fragment of a stream that was left: no row of `step` reports the loss, only an event."""
+
+SAME_STEP, NEXT_STEP = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP
+
+
+@dataclass(slots=True)
+class View:
+    """What the user knows of a slot."""
+
+    last: Produced | None = None
+    """The observation last seen."""
+    has_ended: bool = False
+    is_broken: bool = False
+    """The last row was invalid, or an exception took it: what follows is the first row of another environment, or the
+    user has to reset."""
+    may_skip: bool = False
+    """Rows were given up and said to be: fragments that were dropped, a call that an exception ended."""
+    was_streamed: bool = False
+    """Its last row came in a stream."""
+    declared: int = 0
+    """An event says that the slot lost its environment, when there were so many."""
+
+
+class Ledger:
+    def __init__(self, world: World, mode: AutoresetMode, num_envs: int) -> None:
+        self._world = world
+        self.mode = mode
+        self.views = [View() for _ in range(num_envs)]
+
+    # -- single rows ------------------------------------------------------------------------------------------
+
+    def reset(self, slots: list[int], obs: Any, seeds: list[int | None] | None) -> None:
+        """The user reset these slots; `obs` has their rows."""
+        for row, slot in enumerate(slots):
+            view, first = self.views[slot], self._see(slot, obs[row], "reset")
+            self._need(first.t == 0, slot, f"reset() returned step {first.t} of an episode")
+            if seeds is not None and seeds[slot] is not None:
+                seed = self._world.envs[first.env].seed
+                self._need(seed == seeds[slot], slot, f"reset with seed {seed}, the user said {seeds[slot]}")
+            self._deliver(first, slot)
+            view.last, view.has_ended, view.is_broken, view.may_skip = first, False, False, False
+
+    def untouched(self, slots: list[int], obs: Any) -> None:
+        """A masked reset shows the last observations of the others again."""
+        for slot in slots:
+            last = self.views[slot].last
+            if last is not None and not self.views[slot].may_skip and not self.views[slot].is_broken:
+                self._need(obs[slot][0] == last.number, slot, f"shows {obs[slot][0]}, delivered was {last.number}")
+
+    def step(self, slots: list[int], actions: Any, result: Any) -> None:
+        """Rows of `step` or `recv`."""
+        obs, rewards, terminations, truncations, infos = result
+        valid = infos.get("transition_valid")
+        for row, slot in enumerate(slots):
+            ended = bool(terminations[row] or truncations[row])
+            action = None if actions is None or actions[row] is None else int(actions[row])
+            if valid is not None and not valid[row]:
+                self._need(rewards[row] == 0.0 and not terminations[row] and bool(truncations[row]), slot, "loss row")
+                self._loss_row(slot, obs[row], infos, row)
+            else:
+                flags = (bool(terminations[row]), bool(truncations[row]))
+                self._row(slot, obs[row], float(rewards[row]), flags, action, infos, row)
+            self.views[slot].has_ended = ended and self.mode is not SAME_STEP
+        self._check_infos(infos, slots)
+
+    def _check_infos(self, infos: dict[str, Any], slots: list[int]) -> None:
+        """What an environment says beside a row is about this row."""
+        if "number" in infos:
+            for row, slot in enumerate(slots):
+                last = self.views[slot].last
+                if infos["_number"][row] and last is not None:
+                    self._need(infos["number"][row] == last.number, slot, "the info of another row")
+
+    def _row(
+        self,
+        slot: int,
+        obs: Any,
+        reward: float,
+        flags: tuple[bool, bool],
+        action: int | None,
+        infos: dict[str, Any],
+        row: int,
+    ) -> None:
+        view = self.views[slot]
+        new = self._see(slot, obs, "step")
+        ended = flags[0] or flags[1]
+        if view.has_ended and self.mode is NEXT_STEP and (new.t == 0 or not view.may_skip):
+            self._need(new.t == 0, slot, f"step {new.t} of an episode after one that ended")
+            self._need(reward == 0.0 and not ended, slot, "a first row with a reward, or that ends an episode")
+            self._deliver(new, slot)
+            view.last, view.is_broken, view.may_skip = new, False, False
+            return
+        is_unreported = LOSS_IN_STREAM_UNREPORTED and view.was_streamed and self._is_lost(view)
+        if (view.may_skip or view.is_broken or is_unreported) and new.t == 0 and not ended and reward == 0.0:
+            # An exception reported the loss, or a fragment whose last rows are invalid.
+            last = view.last
+            self._need(last is None or not self._world.envs[last.env].is_alive, slot, f"{_of(last)} was not lost")
+            self._deliver(new, slot)
+            view.last, view.is_broken, view.may_skip = new, False, False
+            return
+        self._need(not view.is_broken or view.may_skip, slot, "a row after one that was lost, which is no first row")
+        done = new
+        if ended and self.mode is SAME_STEP:
+            self._need(bool(infos["_final_obs"][row]), slot, "no final_obs")
+            done = self._see(slot, infos["final_obs"][row], "final_obs")
+            self._need(new.t == 0 and new.env == done.env, slot, "the first row of another environment")
+            self._deliver(new, slot)
+        self._transition(slot, view, done, reward, flags, action)
+        view.last = new
+        view.may_skip = view.is_broken = view.was_streamed = False
+
+    def _transition(
+        self, slot: int, view: View, done: Produced, reward: float, flags: tuple[bool, bool], action: int | None
+    ) -> None:
+        last = view.last
+        assert last is not None
+        self._need(done.t > 0, slot, f"the first row of an episode instead of a step, after {_of(last)}")
+        skipped = view.may_skip and done.env >= last.env and done.before > last.number
+        follows = done.before == last.number or skipped
+        self._need(follows, slot, f"{_of(done)} does not follow {_of(last)}, which was delivered before")
+        self._need(reward == done.number, slot, f"reward {reward} of another row than {done.number}")
+        self._need(flags == (done.terminated, done.truncated), slot, f"flags {flags} of another row")
+        if action is not None:
+            self._need(action == done.action, slot, f"stepped with action {done.action}, the user said {action}")
+        self._deliver(done, slot)
+
+    def _loss_row(self, slot: int, obs: Any, infos: dict[str, Any], row: int) -> None:
+        view, world = self.views[slot], self._world
+        last = view.last
+        assert last is not None
+        if view.may_skip and self.mode is not SAME_STEP:
+            last = view.last = self._see(slot, obs, "step")
+        is_known = not view.may_skip and not view.is_broken
+        self._need(not world.envs[last.env].is_alive, slot, f"a loss is reported, but {_of(last)} is there still")
+        self._need(bool(infos["loss_reason"][row]), slot, "a loss without a reason")
+        if self.mode is SAME_STEP:
+            new = self._see(slot, obs, "step")
+            self._need(new.t == 0 and new.env > last.env, slot, f"a loss is followed by {_of(new)}")
+            final = infos["final_obs"][row]
+            is_last = final[0] == last.number or not is_known
+            self._need(is_last, slot, f"final_obs {final[0]} is not the last that was delivered, {last.number}")
+            self._deliver(new, slot)
+            view.last, view.is_broken = new, False
+        else:
+            self._need(
+                obs[0] == last.number or not is_known, slot, f"a loss shows {obs[0]}, the last was {last.number}"
+            )
+            view.is_broken = True
+        view.may_skip = False
+
+    # -- fragments --------------------------------------------------------------------------------------------
+
+    def fragment(self, batch: Any, is_stream: bool) -> None:
+        """Columns of a rollout, or of one item of a stream."""
+        finals = {(int(t), int(c)): batch.final_obs[i] for i, (t, c) in enumerate(batch.final_at)}
+        for column, slot in enumerate(batch.slots.tolist()):
+            self._column(batch, column, slot, finals, is_stream)
+        self._need(not finals, -1, f"final observations of rows that did not end: {list(finals)}")
+        for slot, t, total, length in zip(
+            batch.episodes.slots.tolist(),
+            batch.episodes.t.tolist(),
+            batch.episodes.returns.tolist(),
+            batch.episodes.lengths.tolist(),
+            strict=True,
+        ):
+            column = batch.slots.tolist().index(slot)
+            end = self._world.of_number(batch.rewards[t, column])
+            self._need((end.total, end.t) == (total, length), slot, f"episode of {length} steps, {total} in all")
+
+    def _column(self, batch: Any, column: int, slot: int, finals: dict[tuple[int, int], Any], is_stream: bool) -> None:
+        view, steps = self.views[slot], len(batch.rewards)
+        valid = batch.valid[:, column]
+        if not valid[0]:
+            self._invalid(batch, column, slot, 0, finals)
+            return
+        now = self._see(slot, batch.obs[0, column], "fragment")
+        self._first(slot, view, now, bool(batch.episode_starts[0, column]))
+        incarnation = self._world.envs[now.env].incarnation
+        told = int(batch.incarnations[column])
+        self._need(told == incarnation, slot, f"incarnation {told}, the environment is of {incarnation}")
+        for t in range(steps):
+            if not valid[t]:
+                view.last = now
+                self._invalid(batch, column, slot, t, finals)
+                return
+            if t:
+                self._need(bool(batch.episode_starts[t, column]) == (now.t == 0), slot, f"episode_starts in row {t}")
+            done = self._world.of_number(batch.rewards[t, column])
+            after = batch.obs[t + 1, column] if t + 1 < steps else batch.last_obs[column]
+            self._fragment_row(batch, slot, t, column, now, done)
+            ended = bool(batch.terminations[t, column] or batch.truncations[t, column])
+            if not ended:
+                self._need(after[0] == done.number, slot, f"row {t} is followed by {after[0]}, not {done.number}")
+                now = done
+                continue
+            final = finals.pop((t, column), None)
+            self._need(final is not None and final[0] == done.number, slot, f"final_obs of row {t}: {final}")
+            is_real = done.terminated or done.truncated
+            if not is_real:  # its slots went on elsewhere
+                self._need(t + 1 == steps and not batch.terminations[t, column], slot, "an end that was none")
+                now, view.is_broken = done, True
+                continue
+            now = self._see(slot, after, "fragment") if t + 1 == steps or valid[t + 1] else done
+            if now is not done:
+                self._need(now.t == 0 and now.env == done.env, slot, f"row {t} ended and is followed by {_of(now)}")
+                self._deliver(now, slot)
+            elif t + 1 == steps:  # the environment failed in its reset
+                self._need(not self._world.envs[done.env].is_alive, slot, f"no first row after {_of(done)}")
+                view.is_broken = True
+        view.last, view.has_ended, view.was_streamed = now, False, is_stream
+
+    def _first(self, slot: int, view: View, now: Produced, starts: bool) -> None:
+        last = view.last
+        self._need(starts == (now.t == 0), slot, f"episode_starts={starts} at {_of(now)}")
+        if last is not None and now.number == last.number and not view.is_broken:
+            view.has_ended = False
+            return
+        gone = last is not None and not self._world.envs[last.env].is_alive and last.env < view.declared
+        may_begin = last is None or view.has_ended or view.is_broken or view.may_skip or gone
+        if now.t == 0:
+            self._need(may_begin, slot, f"{_of(now)} after {_of(last)}, which had not ended")
+        else:
+            self._need(view.may_skip, slot, f"{_of(now)} after {_of(last)}: rows between them were not reported lost")
+        self._deliver(now, slot)
+        view.is_broken = view.may_skip = view.has_ended = False
+
+    def _fragment_row(self, batch: Any, slot: int, t: int, column: int, now: Produced, done: Produced) -> None:
+        self._need(done.slot == slot and done.t > 0, slot, f"row {t} has the reward of {_of(done)}")
+        self._need(done.before == now.number, slot, f"row {t}: {_of(done)} does not follow {_of(now)}")
+        self._need(int(batch.actions[t, column]) == done.action, slot, f"row {t} has another action")
+        flags = (bool(batch.terminations[t, column]), bool(batch.truncations[t, column]))
+        real = (done.terminated, done.truncated)
+        self._need(flags == real or flags == (False, True), slot, f"row {t} has flags {flags}")
+        self._deliver(done, slot)
+
+    def _invalid(self, batch: Any, column: int, slot: int, t: int, finals: dict[tuple[int, int], Any]) -> None:
+        view, world = self.views[slot], self._world
+        last = view.last
+        self._need(not batch.valid[t:, column].any(), slot, "valid rows after one that is not")
+        self._need(not batch.rewards[t:, column].any(), slot, "invalid rows with rewards")
+        self._need(bool(batch.truncations[t, column]), slot, "invalid rows whose first is not truncated")
+        finals.pop((t, column), None)
+        if last is not None:
+            alive = world.envs[last.env].is_alive
+            self._need(not alive, slot, f"rows are invalid, but {_of(last)} is there still")
+        view.is_broken = True
+
+    def _is_lost(self, view: View) -> bool:
+        last = view.last
+        return last is not None and not self._world.envs[last.env].is_alive and last.env < view.declared
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _see(self, slot: int, obs: Any, where: str) -> Produced:
+        found = self._world.of_number(obs[0])
+        self._need(found.slot == slot, slot, f"{where}: {_of(found)}, of another slot")
+        self._need(not self._world.envs[found.env].is_evaluating, slot, f"{where}: of an evaluation")
+        self._need(bool(obs[1] == found.number % 5), slot, f"{where}: a torn observation {obs}")
+        last = self.views[slot].last
+        self._need(last is None or found.env >= last.env, slot, f"{where}: {_of(found)} after {_of(last)}")
+        return found
+
+    def _deliver(self, record: Produced, slot: int) -> None:
+        self._need(not record.is_delivered, slot, f"{_of(record)} was delivered before")
+        world = self._world
+        if world.marked_from is not None and record.number > world.marked_from:
+            self._need(record.mark == world.mark, slot, f"mark is {record.mark}, the user set {world.mark}")
+        record.is_delivered = True
+
+    def _need(self, is_true: bool, slot: int, text: str) -> None:
+        if not is_true:
+            self._world.fail(f"{self._world.call}, slot {slot}: {text}")
+
+    def give_up(self, slots: list[int]) -> None:
+        """An exception ended a call whose rows of these slots are unknown."""
+        for slot in slots:
+            self.views[slot].may_skip = True
+
+
+def _of(record: Produced | None) -> str:
+    if record is None:
+        return "nothing"
+    return f"{record.number} (slot {record.slot}, environment {record.env}, episode {record.episode}, step {record.t})"
+
+
+def logits(weight: float, obs: Any) -> Any:
+    """What the simulated policy gives for observations [B, 2]."""
+    features = np.nan_to_num(np.asarray(obs, dtype=np.float64)[..., 1])
+    zeros = np.zeros_like(features)
+    return np.stack([zeros, zeros + weight, features * 0.25 * weight], axis=-1).astype(np.float32)
+
+
+def logprob(weight: float, obs: Any, action: int) -> float:
+    values = logits(weight, obs).astype(np.float64)
+    return float(values[action] - np.log(np.exp(values).sum()))

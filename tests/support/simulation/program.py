@@ -1,0 +1,263 @@
+"""The user's program of a simulated run: drawn calls of `ClusterEnv` and `Collector`, and what each may answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import clusterenv as ce
+from clusterenv.errors import CrashLoopError, DeadlineError, UsageError, WorkerLostError
+from clusterenv.vector.phases import Phase, refusal
+from simulation.calls import LOSSES, MASKED_RESET_IN_FLIGHT, Ended, User
+from simulation.ledger import logits, logprob
+
+__all__ = ["Program"]
+
+
+class Program(User):
+    # -- running ----------------------------------------------------------------------------------------------
+
+    def run(self, num_events: int) -> None:
+        world = self.world
+        self._do("reset", self.reset)
+        while world.num_events < num_events:
+            name, function = self._next()
+            self._do(name, function)
+        world.calm = True
+        self._finish()
+
+    def _next(self) -> tuple[str, Callable[[], None]]:
+        phase, draw = self.phase, self.world.choices.draw
+        options: list[tuple[str, Callable[[], None]]]
+        if phase is Phase.IDLE:
+            options = [
+                ("step", self.step),
+                ("step", self.step),
+                ("step", self.step),
+                ("step", self.step),
+                ("send", self.send),
+                ("send", self.send),
+                ("rollout", self.rollout),
+                ("rollout", self.rollout),
+                ("stream", self.stream),
+                ("reset", self.reset),
+                ("masked reset", self.masked_reset),
+                ("masked reset", self.masked_reset),
+                ("call", self.call),
+                ("set_attr", self.set_attr),
+                ("evaluate", self.evaluate),
+                ("pause", self.pause),
+                ("step with a policy", self.step_with_policy),
+                ("scale", self.scale),
+            ]
+        elif phase is Phase.PARTIAL:
+            options = [
+                ("recv", self.recv),
+                ("recv", self.recv),
+                ("recv", self.recv),
+                ("recv", self.recv),
+                ("send", self.send),
+                ("send", self.send),
+                ("pause", self.pause),
+                ("masked reset", self.masked_reset),
+                ("reset", self.reset),
+            ]
+        elif phase is Phase.COLLECTING:
+            options = [
+                ("rollout", self.rollout),
+                ("rollout", self.rollout),
+                ("rollout", self.rollout),
+                ("pause", self.pause),
+                ("evaluate", self.evaluate),
+                ("call", self.call),
+                ("masked reset", self.masked_reset),
+                ("reset", self.reset),
+            ]
+        else:
+            options = [("reset", self.reset)]
+            if self.envs._guard.was_reset and MASKED_RESET_IN_FLIGHT:
+                options.append(("masked reset", self.masked_reset))
+        options.append(("misuse", self.misuse))
+        return options[draw(len(options))]
+
+    def _finish(self) -> None:
+        """Nothing goes wrong any more: a reset brings all environments back, and every one steps."""
+        for _ in range(3):
+            self._do("last reset", self.reset)
+            if self.phase is Phase.IDLE:
+                break
+        else:
+            self.world.fail("reset() does not succeed, though nothing fails any more")
+        for _ in range(2):
+            self._do("last step", self.step)
+        if self.driver._slots.records or self.driver.rows.awaited.any():
+            self.world.fail("slots are not live after a whole step without faults")
+
+    # -- collecting -------------------------------------------------------------------------------------------
+
+    def _collector(self) -> Any:
+        if self.policy is None:
+            self.policy = ce.NumpyPolicy(_forward, {"w": np.zeros(1, np.float32)})
+            draw = self.world.choices.draw
+            on_loss, prefetch, sync = ("rerun", "mask")[draw(2)], draw(4) == 3, (None, ce.Every(2))[draw(2)]
+            self.is_always = sync is None and not prefetch
+            self.collectors = [self.envs.collector(self.policy, seed=1, on_loss=on_loss, prefetch=prefetch, sync=sync)]
+        return self.collectors[0]
+
+    def _learn(self) -> None:
+        """The agent changes, or not."""
+        if self.world.choices.draw(3):
+            weight = round(0.1 + 0.01 * self.world.choices.draw(200), 2)
+            self.policy.values = {"w": np.array([weight], np.float32)}
+
+    def _note_version(self, collector: Any) -> None:
+        version = collector._sync.publisher.version
+        weight = float(self.policy.values["w"][0])
+        while len(self.weights) <= version:
+            self.weights.append(weight)
+
+    def rollout(self) -> None:
+        draw, phase = self.world.choices.draw, self.phase
+        collector = self._collector()
+        num_steps = 1 + draw(4)
+        if phase is Phase.COLLECTING:
+            num_steps = collector._collection.fragments.num_steps
+        else:
+            self._learn()
+        timeout_s = 0.5 if draw(5) == 4 else None
+        is_newest = phase is Phase.IDLE and self.is_always and self.driver.executor.nodes is None
+        try:
+            batch = self._attempt(lambda: collector.rollout(num_steps, timeout_s), *LOSSES, DeadlineError)
+        except DeadlineError:
+            self._note_version(collector)
+            return
+        except LOSSES:
+            self._note_version(collector)
+            self.ledger.give_up(list(range(self.n)))
+            return
+        except Ended:
+            self._note_version(collector)
+            raise
+        self._note_version(collector)
+        self._read_events()
+        if is_newest and (batch.versions[batch.valid] != len(self.weights) - 1).any():
+            self.world.fail(f"rollout() acted by versions {set(batch.versions[batch.valid].tolist())}, not the newest")
+        if batch.slots.tolist() != list(range(self.n)):
+            self.world.fail(f"rollout() returned slots {batch.slots.tolist()}")
+        self._check_batch(batch, False)
+
+    def _check_batch(self, batch: Any, is_stream: bool) -> None:
+        self.ledger.fragment(batch, is_stream)
+        newest = len(self.weights) - 1
+        for t, column in np.argwhere(batch.valid):
+            version = int(batch.versions[t, column])
+            if not 0 <= version <= newest:
+                self.world.fail(f"{self.world.call}: acted by version {version}, the newest is {newest}")
+            expected = logprob(self.weights[version], batch.obs[t, column], int(batch.actions[t, column]))
+            if abs(expected - batch.logprobs[t, column]) > 1e-4:
+                self.world.fail(
+                    f"{self.world.call}: log-probability {batch.logprobs[t, column]:.4f} in row {t} of slot "
+                    f"{batch.slots[column]}, version {version} gives {expected:.4f}"
+                )
+
+    def stream(self) -> None:
+        draw = self.world.choices.draw
+        collector = self._collector()
+        num_steps, queue = 1 + draw(3), 1 + draw(3)
+        least = 1 + draw(self.n)
+        stale = (None, 1)[draw(2)]
+        before = collector.stats()["dropped_fragments"]
+        items = collector.stream(num_steps, least, max_staleness=stale, queue=queue)
+        try:
+            for _ in range(1 + draw(5)):
+                if draw(8) == 7:
+                    self.misuse()
+                batch = self._attempt(lambda: next(items), *LOSSES)
+                self._note_version(collector)
+                self._read_events()
+                dropped = collector.stats()["dropped_fragments"]
+                if dropped > before:
+                    self.ledger.give_up(list(range(self.n)))
+                    before = dropped
+                if len(batch.slots) < least:
+                    self.world.fail(f"stream(min_envs={least}) returned slots {batch.slots}")
+                self._check_batch(batch, True)
+                self._learn()
+                self._attempt(collector.publish)
+                self._note_version(collector)
+                if draw(3) == 0:
+                    self.pause()
+        except LOSSES:
+            self.ledger.give_up(list(range(self.n)))
+        finally:
+            self._note_version(collector)
+            self._close(items)
+            if collector.stats()["dropped_fragments"] > before:
+                self.ledger.give_up(list(range(self.n)))
+
+    def _close(self, items: Any) -> None:
+        try:
+            self._attempt(items.close, CrashLoopError)
+        except CrashLoopError:
+            self.ledger.give_up(list(range(self.n)))
+
+    def misuse(self) -> None:
+        """A call that makes no sense now is refused, and changes nothing."""
+        phase = self.phase
+        calls: dict[str, Callable[[], Any]] = {
+            "step": lambda: self.envs.step(np.zeros(self.n, np.int64)),
+            "send": lambda: self.envs.send(np.zeros(self.n, np.int64)),
+            "recv": self.envs.recv,
+            "call": lambda: self.envs.call("identify"),
+            "get_attr": lambda: self.envs.get_attr("slot"),
+            "set_attr": lambda: self.envs.set_attr("mark", 1),
+            "rollout": lambda: self._collector().rollout(1),
+            "stream": lambda: next(self._collector().stream(1)),
+            "evaluate": lambda: self._collector().evaluate(episodes=1),
+            "reset": self.envs.reset,
+        }
+        names = [name for name in calls if refusal(name, phase) is not None]
+        if not names:
+            return
+        name = names[self.world.choices.draw(len(names))]
+        try:
+            calls[name]()
+        except UsageError:
+            if self.phase is not phase:
+                self.world.fail(f"{name}() was refused in {phase}, which is {self.phase} now")
+            return
+        self.world.fail(f"{name}() was not refused in {phase}")
+
+    def evaluate(self) -> None:
+        collector, episodes = self._collector(), 1 + self.world.choices.draw(4)
+        try:
+            found = self._attempt(lambda: collector.evaluate(episodes=episodes, seed=7), *LOSSES)
+        except (*LOSSES, Ended):
+            self._note_version(collector)
+            self._lost_beside()
+            return
+        self._note_version(collector)
+        if found.lengths.tolist() != [2] * episodes:
+            self.world.fail(f"evaluate({episodes}) played {found.lengths.tolist()}")
+
+    def step_with_policy(self) -> None:
+        if self._reset_ended():
+            return
+        self._collector()
+        self._learn()
+        slots = list(range(self.n))
+        try:
+            result = self._attempt(lambda: self.envs.step(self.policy), *LOSSES, is_whole=True)
+        except WorkerLostError as error:
+            self._after_lost(error, None)
+            return
+        except LOSSES:
+            self.ledger.give_up(slots)
+            return
+        self.ledger.step(slots, None, result)
+
+
+def _forward(weights: Any, obs: Any) -> Any:
+    return logits(float(weights["w"][0]), obs)
