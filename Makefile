@@ -14,7 +14,7 @@ REAL := slurm or ray or kubernetes
 # How many processes run the tests of `make test`.
 JOBS ?= 2
 
-.PHONY: demo test test-long test-examples test-network test-clusters test-smoke check tour search simulate mutations format bench soak paper paper-quick clean
+.PHONY: demo test test-long test-examples test-network test-clusters test-smoke check tour search simulate mutations format bench soak soak-short paper paper-quick clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -79,6 +79,9 @@ bench: $(VENV)/.ready
 # its nodes are processes over loopback. `SOAK="--hostile --minutes 5"`: a node that lies beside three good ones.
 soak: $(VENV)/.ready
 	$(BIN)/python -m tools.soak $(SOAK)
+
+soak-short: $(VENV)/.ready
+	$(BIN)/python -m tools.soak --minutes 3 --seed 1
 
 # What adaptive synchronization is worth. Runs what is missing of the raw lines (hours), then makes docs/evidence.md anew.
 paper: $(VENV)/.ready

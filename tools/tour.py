@@ -38,6 +38,7 @@ MAY_HAVE_MORE_PARAMETERS = {
     "backends/kubernetes.py:Kubernetes": "frozen configuration that users write by name",
     "backends/remote.py:Remote": "the part of that configuration that all remote backends share",
     "backends/slurm.py:Slurm": "frozen configuration that users write by name",
+    "env.py:ClusterEnv.__init__": "what users write by name",
     "events.py:Event": "a frozen record that users read",
     "recovery.py:Recovery": "frozen configuration that users write by name",
     "rollout.py:Rollout": "frozen arrays that users read",

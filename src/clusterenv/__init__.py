@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from clusterenv._version import __version__
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from clusterenv import backends as backends

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from clusterenv._version import __version__
+from clusterenv import __version__
 
 _PR_SET_PDEATHSIG = 1
 

@@ -51,24 +51,23 @@ class Driver:
     """All slots of a run, on the workers of one machine or of many.
 
     Args:
-        requests: the ledger, where the executor reads it too.
+        requests: the ledger, which executors over a network read too; it says which slots each worker has.
     """
 
     def __init__(
         self,
         executor: Executor,
-        slots_of: list[list[int]],
+        requests: Requests,
         mode: AutoresetMode | None,
         recovery: Recovery,
         *,
         blueprint: Blueprint,
         events: EventLog,
         node_of: list[int] | None = None,
-        requests: Requests | None = None,
         journal: Journal | None = None,
     ) -> None:
         self.executor = executor
-        self.slots_of = slots_of
+        self.slots_of = slots_of = requests.slots_of
         self.node_of = [0] * len(slots_of) if node_of is None else node_of
         """Worker → the machine that it is on: weights go to each machine once."""
         self.num_envs = sum(map(len, slots_of))
@@ -76,7 +75,7 @@ class Driver:
         self.events = events
         self._inbox: deque[tuple[int, Any]] = deque()
         self._watched_at_s = 0.0
-        self._requests = Requests(slots_of) if requests is None else requests
+        self._requests = requests
         self._workers = Workers(slots_of, self.node_of, recovery.warn_after_s)
         self.weights = WeightLedger(self.node_of)
         self._health = Health(self._workers, self._requests, self.weights, recovery)

@@ -19,9 +19,8 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from clusterenv import resuming
 from clusterenv.arguments import expect
-from clusterenv.backends import Local
+from clusterenv.backends import Local, starting
 from clusterenv.backends.contract import Backend, check_backend
 from clusterenv.collector import Collector
 from clusterenv.engine.collecting.fragments import OnLoss
@@ -100,7 +99,7 @@ class ClusterEnv(AsyncCalls):
         self._is_remote, self._allow_pickle = backend.is_remote, backend.allow_pickle
         self._known_packages = frozenset(package.wanted.name for package in plan.packages)
         self._events = EventLog()
-        driver, close = resuming.start(backend, plan, mode, recovery, self._events, resume)
+        driver, close = starting.start(backend, plan, mode, recovery, self._events, resume)
         self._driver = driver
         # Runs at garbage collection and at interpreter exit too; must not hold `self`.
         self._teardown = Teardown(close, _CLOSE_WAIT_S)

@@ -163,13 +163,12 @@ def _make_driver(
     executor = RemoteExecutor(head, blueprint, requests, slots_of, shard_of, config, stop)
     return Driver(
         executor,
-        slots_of,
+        requests,
         mode,
         recovery,
         blueprint=blueprint,
         events=events,
         node_of=shard_of,
-        requests=requests,
         journal=journal,
     )
 

@@ -10,6 +10,7 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.arguments import check_fields, expect
 from clusterenv.driver import Driver
+from clusterenv.engine.requests import Requests
 from clusterenv.errors import SpecError
 from clusterenv.events import EventLog, emit
 from clusterenv.executors.inline import InlineExecutor
@@ -84,7 +85,7 @@ class Local:
         if self.workers == 0:
             inline = InlineExecutor(blueprint, mode, recovery.check)
             slots = split(n, 1)
-            return Driver(inline, slots, mode, recovery, blueprint=blueprint, events=events, journal=journal)
+            return Driver(inline, Requests(slots), mode, recovery, blueprint=blueprint, events=events, journal=journal)
         workers = self.workers or min(usable_cores(), n)
         if workers > n:
             emit(logging.WARNING, f"Local(workers={workers}): {n} environments need {n} workers at most; using {n}")
@@ -94,7 +95,7 @@ class Local:
         spin_s = _SPIN_S if workers <= cpu_limit() else 0.0
         config = WorkerConfig(mode, recovery.check, self.threads_per_worker, tuple(self.preload), spin_s=spin_s)
         executor = ProcessExecutor(blueprint, slots_of, config)
-        return Driver(executor, slots_of, mode, recovery, blueprint=blueprint, events=events, journal=journal)
+        return Driver(executor, Requests(slots_of), mode, recovery, blueprint=blueprint, events=events, journal=journal)
 
 
 def split(num_envs: int, workers: int) -> list[list[int]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import gymnasium
 
-from clusterenv._version import __version__
+from clusterenv import __version__
 from clusterenv.cluster.flow import Flow
 from clusterenv.code import versions
 from clusterenv.transport.sockets import Link

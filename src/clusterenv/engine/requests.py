@@ -79,7 +79,7 @@ class Requests:
         """Of the last request."""
         self.step_all = 0
         """Of the last step that all workers were asked for at once."""
-        self._slots_of = slots_of
+        self.slots_of = slots_of
         self._open: list[dict[int, Request]] = [{} for _ in slots_of]
         self.count = 0
         """How many are open."""
@@ -96,7 +96,7 @@ class Requests:
     def part_of_step(self, worker: int) -> Request:
         """Return what this worker is asked by the step of all slots; it is not open unless `open_step` did that."""
         request = self._open[worker].get(self.step_all)
-        return request or Request(self.step_all, Kind.STEP, worker, self._slots_of[worker])
+        return request or Request(self.step_all, Kind.STEP, worker, self.slots_of[worker])
 
     def open_step(self, worker: int) -> Request:
         """Open a request of its own for this worker's part of the step of all slots, unless there is one."""

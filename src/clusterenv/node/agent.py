@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import gymnasium
 import zmq
 
-from clusterenv._version import __version__
+from clusterenv import __version__
 from clusterenv.code import versions
 from clusterenv.code.packages import compare
 from clusterenv.errors import ProtocolError, StartError

@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode
 from clusterenv.backends.local import split
 from clusterenv.driver import Driver
 from clusterenv.engine.collecting.weights import Transfer
-from clusterenv.engine.requests import Request
+from clusterenv.engine.requests import Request, Requests
 from clusterenv.errors import SpecError
 from clusterenv.events import EventLog
 from clusterenv.executors.inline import InlineExecutor
@@ -79,7 +79,14 @@ class Virtual:
         slots_of = split(blueprint.num_envs, self.nodes)
         nodes = list(range(self.nodes))
         return Driver(
-            executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=nodes, journal=journal
+            executor,
+            Requests(slots_of),
+            mode,
+            recovery,
+            blueprint=blueprint,
+            events=events,
+            node_of=nodes,
+            journal=journal,
         )
 
 

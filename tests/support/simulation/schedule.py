@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode
 import clusterenv.env as env_module
 from clusterenv.backends.local import split
 from clusterenv.driver import Driver
+from clusterenv.engine.requests import Requests
 from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
 from clusterenv.system import interrupts
@@ -73,7 +74,9 @@ class _Backend:
         else:
             executor = SimulatedExecutor(world, workers, mode, n)
         slots_of = split(n, workers)
-        driver = Driver(executor, slots_of, mode, recovery, blueprint=blueprint, events=events, node_of=shard_of)
+        driver = Driver(
+            executor, Requests(slots_of), mode, recovery, blueprint=blueprint, events=events, node_of=shard_of
+        )
         executor.on_wait = lambda: check_engine(world, driver)
         return driver
 

@@ -1,3 +1,0 @@
-"""One place for the number."""
-
-__version__ = "0.1.0"
