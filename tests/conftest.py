@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -39,10 +40,18 @@ def _descriptors() -> dict[str, str]:
     return found
 
 
+def _resource_tracker() -> tuple[int | None, int | None]:
+    """Process and descriptor of Python's own helper, which `multiprocessing` starts once and keeps."""
+    module = sys.modules.get("multiprocessing.resource_tracker")
+    return (None, None) if module is None else (module._resource_tracker._pid, module._resource_tracker._fd)
+
+
 def _state() -> tuple[set[int], set[int | None], dict[str, str], set[str]]:
-    children = {child.pid for child in psutil.Process().children(recursive=True)} - real.daemons()
+    tracker, its_pipe = _resource_tracker()
+    children = {child.pid for child in psutil.Process().children(recursive=True)} - real.daemons() - {tracker}
     threads = {thread.ident for thread in threading.enumerate()}
-    return children, threads, _descriptors(), set(os.listdir("/dev/shm"))
+    descriptors = {number: target for number, target in _descriptors().items() if number != str(its_pipe)}
+    return children, threads, descriptors, set(os.listdir("/dev/shm"))
 
 
 def _not_of_others(names: set[str]) -> set[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import json
 from dataclasses import asdict
-from multiprocessing import resource_tracker
 
 import numpy as np
 import pytest
@@ -77,7 +76,6 @@ def test_a_table_goes_on_where_it_stopped(tmp_path):
     )
     del again["seconds"]
     assert again == {key: first[0][key] for key in again}, "the same each time"
-    resource_tracker._resource_tracker._stop()  # of the runner's processes; it would live as long as this one
 
 
 def test_an_arm_can_sample_more_states_for_its_drift_than_others():

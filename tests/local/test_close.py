@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import clusterenv as ce
-import clusterenv.env
 import fake_slurm
+from clusterenv.backends import starting
 from clusterenv.backends.contract import Plan
 from clusterenv.backends.kubernetes import _Pods
 from clusterenv.backends.kubernetes_api import Api
@@ -26,7 +26,7 @@ BOUND_S = 10.0
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """A scheduler gets 8 s of the 10; in tests on real clusters, that is."""
-    monkeypatch.setattr(clusterenv.env, "_CLOSE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(starting, "_CLOSE_TIMEOUT_S", 1.0)
 
 
 @pytest.fixture

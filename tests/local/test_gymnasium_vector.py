@@ -6,7 +6,6 @@ import contextlib
 import copy
 import multiprocessing
 import pickle
-from multiprocessing import resource_tracker
 
 import gymnasium as gym
 import numpy as np
@@ -404,7 +403,6 @@ def test_out_of_order_as_gymnasium_says_it(calls):
         if pending := [call for call in before if call.endswith("_async")]:  # nothing is lost by a wrong call
             CALLS[pending[-1].replace("async", "wait")](envs)
         envs.close()
-    resource_tracker._resource_tracker._stop()  # of AsyncVectorEnv; it would live as long as this process
     theirs, ours = raised
     assert isinstance(ours, type(theirs)) and isinstance(ours, ce.UsageError)
     assert ours.name == theirs.name and str(ours).startswith(str(theirs))
