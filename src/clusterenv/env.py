@@ -308,7 +308,8 @@ class ClusterEnv(AsyncCalls):
             sync: when changed weights travel; `Always()` unless told.
             info_keys: keys of the environments' infos to bring back, as `batch.infos`.
             seed: of the random streams with which actions are sampled, and of the first reset.
-            on_loss: what becomes of a dead worker's unfinished fragment: run again, or its columns flagged invalid.
+            on_loss: what becomes of a dead worker's unfinished fragment: it is run again ("rerun"), or its columns are
+                flagged invalid ("mask").
             prefetch: begin the next rollout at once, under the weights at hand, while the learner works.
             codec: how weights travel: "fp32"; "fp16"; "int8", "int4" or "int2", steps from those that the node has;
                 "auto", the smallest of these that changes the policy by at most a quarter of what `sync` puts up with.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -73,3 +74,18 @@ def test_the_line_is_that_of_the_main_thread():
         'Current thread 0x2 (most recent call first):\n  File "/a/env.py", line 12 in step\n  File "/b.py", line 3 in f'
     )
     assert innermost_line(stack) == "/a/env.py:12 in step" and innermost_line("") == ""
+
+
+def test_making_an_environment_to_evaluate_in_is_no_step():
+    """Its limit is that of making one, whatever the worker did before."""
+
+    def slow_to_make():
+        time.sleep(2.5)
+        return gym.make("CartPole-v1")
+
+    recovery = ce.Recovery(step_timeout_s=1.0)
+    with ce.ClusterEnv([slow_to_make], backend=ce.Local(workers=1), recovery=recovery) as envs:
+        collector = envs.collector(ce.RandomPolicy(), seed=1)
+        collector.rollout(4)
+        assert len(collector.evaluate(episodes=1, deterministic=False).returns) == 1
+        assert not [event for event in envs.events() if event.kind == "worker_lost"]

@@ -39,7 +39,7 @@ from clusterenv.wire.requests import (
 
 __all__ = ["Known", "check", "check_step", "limit_bytes", "record"]
 
-_PHASES = frozenset((*PHASES, "policy", "evaluate"))
+_PHASES = frozenset((*PHASES, "evaluate"))
 
 
 class Known(NamedTuple):

@@ -41,7 +41,7 @@ class EnvGroup:
 
     Args:
         makers: one function per slot of the whole driver.
-        progress: two ints, (slot, phase), that say what is running; read by the head when a call takes long.
+        progress: the words of `memory.progress`; the head reads them when a call takes long.
     """
 
     def __init__(self, makers: list[Callable[[], Any]], mode: AutoresetMode, check: bool, progress: memoryview) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from clusterenv.memory.progress import POLICY, RESET, STEP, TICK
+from clusterenv.memory.progress import INIT, POLICY, RESET, STEP, TICK
 from clusterenv.memory.rows import assemble, coerce, flatten
 from clusterenv.policy.acting.base import PAD, pad_rows
 from clusterenv.policy.acting.distributions import mask_logits, stack_masks
@@ -57,6 +57,7 @@ class Evaluator:
             plain = [j for j in request.episodes if j >= request.record]
             while len(self._envs) < min(len(plain), len(slots)):
                 k = len(self._envs)
+                self._at[0], self._at[1] = slots[k], INIT
                 self._envs.append(self._makers[slots[k]]())
                 apply_stickies(self._envs[k], request.stickies[k])
             # Each environment plays a fixed share: a quick one does not play more.
@@ -69,12 +70,13 @@ class Evaluator:
             what = f"{type(error).__name__}: {error}"
             phase = "policy" if self._at[1] == POLICY else "evaluate"
             episode, call = self._now
-            fault = Fault(slots[0], phase, what, text, request.seed + episode, 0, call)
+            fault = Fault(self._at[0], phase, what, text, request.seed + episode, 0, call)
             return Reply(request.request, [], faults=[fault])
         return Reply(request.request, [], result=done)
 
     def _recording_env(self, slot: int, stickies: list[Sticky]) -> Any:
         if self._recorder is None:
+            self._at[0], self._at[1] = slot, INIT
             maker = self._makers[slot]
             env = maker.with_frames() if isinstance(maker, MakeFromSpec) else maker()
             if env.render_mode not in ("rgb_array", "rgb_array_list"):
@@ -98,8 +100,8 @@ class Evaluator:
         obs: list[Any] = []
         masks: list[Any] = []
         self._at[1] = RESET
-        for j, env in zip(episodes, envs, strict=True):
-            self._now = (j, 0)
+        for slot, j, env in zip(self._slots, episodes, envs, strict=False):
+            self._at[0], self._now = slot, (j, 0)
             first, info = env.reset(seed=request.seed + j)
             obs.append(first)
             masks.append(info.get(mask) if mask is not None else None)
@@ -126,7 +128,7 @@ class Evaluator:
             self._at[1] = STEP
             for k, (env, action) in enumerate(zip(envs, actions, strict=True)):
                 if running[k]:
-                    self._now = (episodes[k], t)
+                    self._at[0], self._now = self._slots[k], (episodes[k], t)
                     obs[k], reward, terminated, truncated, info = env.step(action)
                     returns[k] += reward
                     lengths[k] += 1

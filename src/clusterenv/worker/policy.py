@@ -70,6 +70,7 @@ class WorkerPolicy:
     def load(self, request: LoadWeights, memory: memoryview) -> Reply:
         if self.actor is None:
             return Reply(request.request, [])  # it could not be built, which was told
+        self._group.at[1] = POLICY
         try:
             self.actor.load(decode(memory[request.offset : request.offset + request.size]))
         except Exception as error:  # as above
