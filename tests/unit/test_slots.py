@@ -54,6 +54,15 @@ def test_a_rebuild_is_asked_for_once():
     assert slots.rebuilt(1) is None and not slots
 
 
+def test_whoever_waits_again_has_as_long_again():
+    slots = Slots(NEXT)
+    slots.lose_by_error(0, "why", 0.0)
+    assert slots.late([True], 1.0, limit_s=8.0) == []
+    assert slots.late([True], 9.5, limit_s=8.0) == [0], "a call raises"
+    assert slots.late([True], 10.0, limit_s=8.0) == [], "the next one has begun"
+    assert slots.late([True], 18.5, limit_s=8.0) == [0]
+
+
 def test_a_transition_that_cannot_be_names_the_last_ones():
     slot = Slot(7)
     slot.move(Env.LOST, "worker 2 exited")

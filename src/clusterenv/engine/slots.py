@@ -175,6 +175,7 @@ class Slots:
             if record.awaited_at_s is None:
                 record.awaited_at_s = now_s
             if now_s - max(record.since_s, record.awaited_at_s) > limit_s:
+                record.awaited_at_s = None  # whoever waits again has as long again
                 late.append(slot)
         return late
 

@@ -35,7 +35,7 @@ class View:
     may_skip: bool = False
     """Rows were given up and said to be: fragments that were dropped, a call that an exception ended."""
     was_streamed: bool = False
-    """Its last row came in a stream."""
+    """A stream has asked for it since its last row of `step` or of a rollout."""
     declared: int = 0
     """An event says that the slot lost its environment, when there were so many."""
 
@@ -289,6 +289,10 @@ class Ledger:
     def _need(self, is_true: bool, slot: int, text: str) -> None:
         if not is_true:
             self._world.fail(f"{self._world.call}, slot {slot}: {text}")
+
+    def begin_stream(self) -> None:
+        for view in self.views:
+            view.was_streamed = True
 
     def give_up(self, slots: list[int]) -> None:
         """An exception ended a call whose rows of these slots are unknown."""
