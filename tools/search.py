@@ -1,4 +1,4 @@
-"""Search for schedules that break a rule: `python -m tools.search [--minutes N] [--seed S] [--processes P]`.
+"""Search for schedules that break a rule: `python -m tools.search [--minutes N] [--schedules N] [--seed S] ...`.
 
 Runs the simulation of tests/support/simulation with one seed after the other. A failing seed is made short and printed
 as a regression case; at the end, how often each entry of the transition tables was taken.
@@ -7,6 +7,7 @@ as a regression case; at the end, how often each entry of the transition tables 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import sys
 import time
@@ -30,18 +31,17 @@ def report(outcome: Outcome, attempts: int = 400) -> str:
     return f"seed {outcome.seed}: {outcome.failure}\n{where}\n    assert run(recorded={short.choices}).failure is None"
 
 
-def _search(first: int, step: int, until_s: float, out: Any) -> None:
-    coverage, seed, done = Coverage(), first, 0
+def _search(seeds: range, until_s: float, out: Any) -> None:
+    coverage, left, done = Coverage(), iter(seeds), 0
     failed: list[tuple[int, str]] = []
     begin = time.process_time()
-    while time.monotonic() < until_s:
+    while done < len(seeds) and time.monotonic() < until_s:
         with counted(coverage):
-            for _ in range(_BLOCK):
+            for seed in itertools.islice(left, _BLOCK):
                 outcome = run(seed)
                 done += 1
                 if outcome.failure is not None:
                     failed.append((seed, outcome.failure))
-                seed += step
     out.put((done, time.process_time() - begin, failed, coverage.counts))
 
 
@@ -49,14 +49,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=None, help="the first; None: one of the clock")
+    parser.add_argument("--schedules", type=int, default=1 << 40, help="end after so many, if not by the time before")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--show", type=int, default=3, help="how many failing seeds are made short and printed")
     options = parser.parse_args()
     first = int(time.time()) * 1000 if options.seed is None else options.seed
     until_s = time.monotonic() + 60.0 * options.minutes
     out: Any = multiprocessing.Queue()
-    arguments = [(first + i, options.processes, until_s, out) for i in range(options.processes)]
-    searches = [multiprocessing.Process(target=_search, args=values) for values in arguments]
+    seeds = range(first, first + options.schedules)
+    shares = [seeds[i :: options.processes] for i in range(options.processes)]
+    searches = [multiprocessing.Process(target=_search, args=(share, until_s, out)) for share in shares]
     for search in searches:
         search.start()
     results = [out.get() for _ in searches]
