@@ -95,12 +95,16 @@ class User:
         self.delivered = []
         try:
             return function()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             if not world.counts["interrupt"]:
                 world.fail("KeyboardInterrupt, and nobody pressed Ctrl-C")
             world.event("interrupted", world.call)
-            if is_whole and self.phase is not Phase.INTERRUPTED:
+            was_sent = self.driver.rows.awaited.any() or world.call != "step with a policy"
+            if is_whole and was_sent and self.phase is not Phase.INTERRUPTED:
                 world.fail(f"Ctrl-C ended {world.call}, and the phase is {self.phase}")
+            if isinstance(interrupt.__context__, LOSSES):  # Ctrl-C has come with an error, and stands for both
+                self._lost_beside()
+                self._drop_lost_actions()
             self.ledger.give_up([slot for slot in range(self.n) if slot not in self.actions])
             raise Ended from None
         except allowed as error:
@@ -227,9 +231,7 @@ class User:
             return
         except LOSSES:
             self._lost_beside()
-            awaited = set(np.flatnonzero(self.driver.rows.awaited).tolist())
-            self.ledger.give_up([slot for slot in self.actions if slot not in awaited])
-            self.actions = {slot: action for slot, action in self.actions.items() if slot in awaited}
+            self._drop_lost_actions()
             return
         slots = result[4]["slot"].tolist()
         if len(slots) < (least or 0):
@@ -264,6 +266,12 @@ class User:
             self._lost_beside()
             return
         self.world.mark, self.world.marked_from = value, len(self.world.produced)
+
+    def _drop_lost_actions(self) -> None:
+        """An error has reported what became of some rows in flight: they are not awaited any more."""
+        awaited = set(np.flatnonzero(self.driver.rows.awaited).tolist())
+        self.ledger.give_up([slot for slot in self.actions if slot not in awaited])
+        self.actions = {slot: action for slot, action in self.actions.items() if slot in awaited}
 
     def _lost_beside(self) -> None:
         """The error of a call that steps nothing may have reported the loss of environments."""
