@@ -1,1 +1,1 @@
-"""Steps per second of this project beside its peers, in one run: `python -m benchmarks`."""
+"""Compare the steps per second of this project and its peers in one run: `python -m benchmarks`."""

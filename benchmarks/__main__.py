@@ -1,8 +1,8 @@
-"""The runner: `python -m benchmarks` measures every subject in interleaved rounds and prints the tables.
+"""Measure every subject in interleaved rounds and print the tables: `python -m benchmarks`.
 
 Enters: the command line. Leaves: Markdown on stdout, progress on stderr, figures and tables in `runs/bench`.
-Each measurement is a process of its own (`subjects.py`, or `collectors.py` where a policy acts), so that no
-subject inherits the threads, the memory or the imports of another.
+Each measurement is a separate process (`subjects.py`, or `collectors.py` if a policy acts), so that no subject inherits
+the threads, the memory or the imports of another.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
             for subject in table.subjects:
                 series = results[table.name][subject]
                 if series.failure is not None:
-                    continue  # what failed once would only cost its timeout again
+                    continue  # it would only cost its timeout again
                 where = f"round {round_}/{args.rounds}  {table.name}  {subject}"
                 outcome = measure(pythons[subject], subject, table, args.workers, args.seconds)
                 if isinstance(outcome, Missing):
@@ -96,12 +96,12 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement, after the warm-up")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of each measurement, after the warm-up")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2, help="processes, actors or threads of each subject")
-    parser.add_argument("--quick", action="store_true", help="one round of half a second: does everything run?")
+    parser.add_argument("--quick", action="store_true", help="one round of half a second, to see that everything runs")
     names = [table.name for table in TABLES]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="TABLE", help=f"of {', '.join(names)}")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="TABLE", help=f"any of {', '.join(names)}")
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.seconds = 1, 0.5
@@ -122,7 +122,7 @@ def find_interpreters(tables: list[Table]) -> dict[str, Path | Missing]:
 def measure(
     python: Path | Missing, subject: str, table: Table, workers: int, seconds: float
 ) -> dict[str, Any] | Missing:
-    """Run one subject once, in a process group of its own, and return what it printed."""
+    """Run one subject once, in its own process group, and return the outcome that it printed."""
     if isinstance(python, Missing):
         return python
     command = [
@@ -141,9 +141,9 @@ def measure(
         "--warmup",
         str(WARMUP_S),
     ]
-    # PYTHONPATH reaches the workers of every subject, who load the synthetic environments by name.
+    # PYTHONPATH reaches the workers of every subject, which load the synthetic environments by name.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    env.pop("PYTHONDONTWRITEBYTECODE", None)  # or a source tree would be compiled anew at every start
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # else a source tree would be compiled at every start
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     timeout_s = WARMUP_S + seconds + START_AND_STOP_S
@@ -162,13 +162,13 @@ def measure(
 
 
 def kill_group(process: subprocess.Popen[str]) -> None:
-    """The subject and its workers. It has not been waited for yet, so its group's number is still its own."""
+    """Kill the subject and its workers. It has not been waited for, so its group's number cannot have been reused."""
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
 
 
 def describe_machine() -> dict[str, Any]:
-    """What a reader needs to judge the figures, and nothing that names the machine."""
+    """Return what a reader needs to judge the figures, and nothing that identifies the machine."""
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,9 +1,8 @@
 """Measure one collector once: `PYTHONPATH=. python benchmarks/collectors.py SUBJECT ENV_ID --seconds S`.
 
-Enters and leaves: what enters and leaves `subjects.py`, which owns the command line; the runner starts both
-files in the same way. Here a policy acts: every subject samples the actions of a 64-64 tanh network in torch
-and records them with their log-probabilities. An advance is a whole rollout, so that what a collector does
-once per rollout is in the figure, and only true transitions count.
+The command line and the output are those of `subjects.py`; the runner starts both files in the same way. Here a policy
+acts: every subject samples the actions of a 64-64 tanh network in torch and records them with their log-probabilities.
+An advance is a whole rollout, so that the figure includes work done once per rollout; only true transitions count.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Agent(nn.Module):
         self.actor = mlp(inputs, int(action_space.n), last_std=0.01)
 
     def act(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`get_action_and_value` without the entropy and the value: no subject is charged for what others skip."""
+        """Act like `get_action_and_value`, but without entropy and value, which other subjects do not compute."""
         probs = Categorical(logits=self.actor(x))
         action = probs.sample()
         return action, probs.log_prob(action)
@@ -83,18 +82,18 @@ def clusterenv_collect(job: Job, network: bool = False) -> list[Window]:
         collector = envs.collector(Agent(envs.single_observation_space, envs.single_action_space))
 
         def rollout() -> int:
-            # Resets within the step, so every row is a transition, but for those of an environment that was lost.
+            # Resets happen within the step, so every row is a transition, except those of lost environments.
             return int(np.count_nonzero(collector.rollout(ROLLOUT_STEPS).valid))
 
         return warm_and_count(rollout, job)
 
 
 def cleanrl(job: Job, envs: gym.vector.VectorEnv[Any, Any, Any]) -> list[Window]:
-    """The collecting half of CleanRL's ppo.py: the agent at the head, each step stored in tensors.
+    """Run the collecting half of CleanRL's ppo.py: the agent on the head, each step stored in tensors.
 
     Without its RecordEpisodeStatistics and its critic, which would only slow it down.
     """
-    # A second thread gains nothing on layers this small, and takes a core from the processes of AsyncVectorEnv.
+    # A second thread gains nothing with layers this small, and takes a core from the processes of AsyncVectorEnv.
     torch.set_num_threads(1)
     agent = Agent(envs.single_observation_space, envs.single_action_space)
     rows = (ROLLOUT_STEPS, job.num_envs)
@@ -133,7 +132,7 @@ def cleanrl_async(job: Job) -> list[Window]:
 
 
 def rllib(job: Job) -> list[Window]:
-    """PPO's EnvRunners, asked as PPO asks them: all at once, each for a fragment from all its environments."""
+    """Sample from PPO's EnvRunners like PPO does: all at once, each a fragment from all its environments."""
     with ray_running(job):
         from ray.rllib.algorithms.ppo import PPOConfig
         from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
@@ -141,7 +140,7 @@ def rllib(job: Job) -> list[Window]:
 
         config = (
             PPOConfig()
-            # The checker that Gymnasium puts around each environment is off for every subject.
+            # Gymnasium's environment checker is off for every subject.
             .environment(job.env_id, env_config={"disable_env_checker": True})
             .env_runners(
                 num_env_runners=job.workers,
@@ -154,7 +153,7 @@ def rllib(job: Job) -> list[Window]:
         group = EnvRunnerGroup(config=config, local_env_runner=False)
 
         def rollout() -> int:
-            # An episode's length is the number of its steps; RLlib leaves the rows of resets out of it.
+            # An episode's length is the number of its steps, without reset rows.
             fragments = group.foreach_env_runner("sample", local_env_runner=False)
             return sum(len(episode) for episodes in fragments for episode in episodes)
 
@@ -162,7 +161,7 @@ def rllib(job: Job) -> list[Window]:
 
 
 def torchrl(job: Job) -> list[Window]:
-    """Each worker's rollout is handed over as soon as it is full: none waits for another."""
+    """Take each worker's rollout as soon as it is full: no worker waits for another."""
     from tensordict.nn import TensorDictModule
     from torchrl.collectors import MultiAsyncCollector
     from torchrl.modules import ProbabilisticActor
@@ -192,10 +191,10 @@ def torchrl(job: Job) -> list[Window]:
 
 
 def torchrl_envs(job: Job, size: int) -> Any:
-    """A Gymnasium vector environment that leaves resets to TorchRL.
+    """Return a Gymnasium vector environment that leaves resets to TorchRL.
 
-    TorchRL's own SerialEnv passes each environment through tensors, step by step, and its GymEnv(num_envs=...)
-    starts a process each.
+    TorchRL's own SerialEnv passes each environment through tensors, step by step, and its GymEnv(num_envs=...) starts
+    one process per environment.
     """
     from torchrl.envs import GymWrapper
 

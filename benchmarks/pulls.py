@@ -1,8 +1,8 @@
 """Measure a pull of weights once: `PYTHONPATH=. python benchmarks/pulls.py SUBJECT ENV_ID --seconds S`.
 
-`pull`: a policy of 100 MB changes, and a node agent fetches it; from the moment when it is offered until the node has
-all of it. `raw-copy`: as many bytes between two processes over one encrypted ZeroMQ connection, in frames of 1 MB, and
-no more done with them than to put them together. Rates are in bytes, not steps.
+`pull`: a policy of 100 MB changes, and a node agent fetches it; measured from the offer until the node has all of it.
+`raw-copy`: the same number of bytes between two processes over one encrypted ZeroMQ connection, in frames of 1 MB, only
+joined by the receiver. Rates are in bytes, not steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FRAME = 1 << 20
 
 
 class Heavy(nn.Module):
-    """Acts with a small network; the rest of its weights only travels."""
+    """Acts with a small network; the rest of its weights is only sent."""
 
     def __init__(self, width: int, actions: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Measure streaming once: `PYTHONPATH=. python benchmarks/streams.py SUBJECT ENV_ID --seconds S`.
 
-Two comparisons, each with ourselves. A learner that needs as long as collecting does: in turn with it (`rollout-learn`)
-or while the worker goes on (`stream-learn`). And workers of which one is five times slower: what a stream delivers
-(`stream-uneven`) against the sum of what each worker delivers alone (`stream-alone`).
+Two comparisons within this project. First, a learner that takes as long as collecting: in turn with collecting
+(`rollout-learn`), or while the worker continues (`stream-learn`). Second, workers of which one is five times slower:
+the rate of a stream (`stream-uneven`) against the sum of each worker's rate alone (`stream-alone`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SLOWER_BY = 5
 
 
 class Work:
-    """Gradient steps that take as long as the rollout did, measured while nothing else runs."""
+    """Runs gradient steps that take as long as the rollout did, calibrated while nothing else runs."""
 
     def __init__(self, agent: Agent, batch: ce.Rollout, seconds: float) -> None:
         torch.set_num_threads(1)
@@ -84,13 +84,13 @@ def napping(env_id: str, nap_s: float) -> gym.Env[Any, Any]:
 
 
 def uneven(job: Job, workers: list[int]) -> list[Window]:
-    """A stream of these workers; the first of all is slow."""
+    """Measure a stream of these workers; worker 0 is slow."""
     share = job.num_envs // job.workers
     naps = [STEP_S * SLOWER_BY if worker == 0 else STEP_S for worker in workers for _ in range(share)]
     thunks = [partial(napping, job.env_id, nap_s) for nap_s in naps]
     with closing(ce.ClusterEnv(thunks, backend=ce.Local(workers=len(workers)))) as envs:
         collector = envs.collector(Agent(envs.single_observation_space, envs.single_action_space))
-        collector.rollout(SHORT_STEPS)  # all workers have imported torch
+        collector.rollout(SHORT_STEPS)  # so that all workers have imported torch
         with closing(collector.stream(SHORT_STEPS)) as batches:
 
             def advance() -> int:

@@ -1,9 +1,9 @@
 """Measure one subject once: `PYTHONPATH=. python benchmarks/subjects.py SUBJECT ENV_ID --seconds S`.
 
-Enters: a subject, an environment id and a size, by the command line. Leaves: one line of JSON on stdout. The
-runner starts this file with the interpreter of the peer's own environment, so peers are imported where they
-are used, and the project only by its own subjects. Only true transitions count: the rows with which a
-NEXT_STEP autoreset reports a reset are left out, for every subject.
+Enters: a subject, an environment id and a size, by the command line. Leaves: one line of JSON on stdout. The runner
+starts this file with the interpreter of the peer's own virtual environment, so peers are imported where they are used,
+and the project only by its own subjects. Only true transitions count: reset rows of a NEXT_STEP autoreset are left out,
+for every subject.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Job:
 
 
 class Window(NamedTuple):
-    """What one process counted while the clock ran."""
+    """The transitions that one process counted while the clock ran."""
 
     transitions: int
     elapsed_s: float
     begin: float = 0.0
-    """By `time.perf_counter`, when the warm-up was over."""
+    """End of the warm-up, by `time.perf_counter`."""
 
 
 Advance = Callable[[], int]
-"""Moves the environments on, and says how many true transitions came of it."""
+"""Advances the environments, and returns the number of true transitions."""
 
 Subject = Callable[[Job], list[Window]]
 """One window for each process that counted; their rates add up."""
@@ -75,7 +75,7 @@ def makers(job: Job, count: int) -> list[Callable[[], gym.Env[Any, Any]]]:
 
 
 def draw_actions(space: gym.Space[Any], num_envs: int) -> np.ndarray:  # [ACTION_ROWS, num_envs]
-    """Random actions, drawn before the clock starts; the same ones for every subject."""
+    """Return random actions, drawn before the clock starts, the same for every subject."""
     if not isinstance(space, gym.spaces.Discrete):
         raise TypeError(f"{space}: only Discrete actions are drawn here")
     return np.random.default_rng(0).integers(space.n, size=(ACTION_ROWS, num_envs), dtype=space.dtype)
@@ -96,7 +96,7 @@ def warm_and_count(advance: Advance, job: Job) -> list[Window]:
 
 
 def lockstep(step: Callable[[np.ndarray], tuple[Any, ...]], actions: np.ndarray) -> Advance:
-    """Step all environments at once, under NEXT_STEP autoreset: the row after a done is a reset."""
+    """Return a function that steps all environments at once, under NEXT_STEP autoreset: a reset follows each done."""
     rows = itertools.cycle(actions)
     was_done = np.zeros(actions.shape[1], bool)
 
@@ -111,14 +111,14 @@ def lockstep(step: Callable[[np.ndarray], tuple[Any, ...]], actions: np.ndarray)
 
 
 def limit(job: Job) -> list[Window]:
-    """What the cores can do: one process each, a bare loop over its share, nothing recorded or sent."""
+    """Measure the limit of the cores: one process each, a bare loop over its share, nothing recorded or sent."""
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(job.workers)
     receivers = []
     for share in shares(job):
         receiver, sender = context.Pipe(duplex=False)
         context.Process(target=bare_loop, args=(job, share, barrier, sender), daemon=True).start()
-        sender.close()  # so that a child that dies is an EOFError here, not a wait for ever
+        sender.close()  # so that a child's death raises EOFError here instead of blocking for ever
         receivers.append(receiver)
     return [receiver.recv() for receiver in receivers]
 
@@ -134,7 +134,7 @@ def bare_loop(job: Job, share: slice, barrier: Any, sender: Any) -> None:
         env.reset(seed=seed)
     steps = [env.step for env in envs]
     resets = [env.reset for env in envs]
-    # Lists of numpy scalars: what a space would sample, without the cost of indexing an array in the loop.
+    # Lists of numpy scalars, as a space would sample, without the cost of indexing an array in the loop.
     rows = itertools.cycle([list(row) for row in draw_actions(envs[0].action_space, job.num_envs)[:, share]])
 
     def sweep() -> int:
@@ -164,7 +164,7 @@ def async_vector(job: Job) -> list[Window]:
 
 
 def cluster(job: Job, env: Any, network: bool = False) -> Any:
-    """Over a network: a node agent for each worker, on loopback, encrypted as always."""
+    """Make a `ClusterEnv`; over a network: with a node agent per worker, on loopback, encrypted as always."""
     import clusterenv
 
     if not network:
@@ -187,7 +187,7 @@ def clusterenv_network(job: Job) -> list[Window]:
 
 
 def clusterenv_recv(job: Job) -> list[Window]:
-    """Whoever is ready first is answered first: a quarter of the environments is enough to go on."""
+    """Step environments as they become ready, as soon as a quarter of them is."""
     register(job.env_id)
     with closing(cluster(job, job.env_id)) as envs:
         actions = draw_actions(envs.single_action_space, job.num_envs)
@@ -227,7 +227,7 @@ def envpool_alone(job: Job) -> list[Window]:
 def subproc(job: Job) -> list[Window]:
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
-    # SB3's default (forkserver) imports torch anew in every process: minutes of start-up, no other speed.
+    # SB3's default (forkserver) imports torch in every process: minutes of start-up, the same speed.
     with closing(SubprocVecEnv(makers(job, job.num_envs), start_method="fork")) as envs:
         envs.seed(0)
         envs.reset()
@@ -235,14 +235,14 @@ def subproc(job: Job) -> list[Window]:
 
         def advance() -> int:
             envs.step(next(rows))
-            return job.num_envs  # resets within the step, so every row is a transition
+            return job.num_envs  # resets happen within the step, so every row is a transition
 
         return warm_and_count(advance, job)
 
 
 @contextmanager
 def ray_running(job: Job) -> Iterator[Any]:
-    """The module `ray`, with a cluster of one machine and a CPU per worker behind it."""
+    """Yield the module `ray`, connected to a cluster of one machine with a CPU per worker."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray authenticates by default; without a token in the environment it writes one into the home directory.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -256,7 +256,7 @@ def ray_running(job: Job) -> Iterator[Any]:
 
 
 def ray_actors(job: Job) -> list[Window]:
-    """One actor per worker, a SyncVectorEnv in each; the head joins what they return."""
+    """Step one actor per worker, with a SyncVectorEnv in each; the head joins their results."""
 
     class Share:
         def __init__(self, size: int, first_seed: int) -> None:
@@ -295,7 +295,7 @@ SUBJECTS: dict[str, Subject] = {
 
 
 def versions() -> dict[str, str]:
-    """Of Python, and of the measured packages that this process has loaded."""
+    """Return the versions of Python and of the measured packages that this process has loaded."""
     known = ("clusterenv", "envpool", "gymnasium", "numpy", "ray", "stable_baselines3", "torch", "torchrl")
     loaded = {name: importlib.metadata.version(name) for name in known if name in sys.modules}
     return {"python": platform.python_version(), **loaded}

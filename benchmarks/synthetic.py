@@ -1,8 +1,7 @@
 """Two environments with a known cost: `bench/Pixels-v0` and `bench/Stragglers-v0`.
 
-Importing this module registers both ids with Gymnasium. Enters: nothing. Leaves: frames and waits of a known
-price. Worker processes load the classes by name, so the repository's root has to be on their path (the runner
-sees to it).
+Importing this module registers both ids with Gymnasium. Worker processes load the classes by name, so the repository's
+root must be on their path; the runner sets it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Pixels(gym.Env[np.ndarray, np.int64]):
         return self._frame(), {}
 
     def step(self, action: np.int64):
-        # CPU time, not wall time: a process that is preempted in mid-burn must not get that time for free.
+        # CPU time, not wall time: a process that is preempted here must not get that time for free.
         until = time.thread_time() + BURN_S
         self._shade = (self._shade + 1) % 256
         frame = self._frame()
@@ -47,7 +46,7 @@ class Pixels(gym.Env[np.ndarray, np.int64]):
 
 
 class Stragglers(gym.Env[np.ndarray, np.int64]):
-    """Sleeps 1 ms a step, and 10 ms in one step of ten; which ones follows from the environment's seed."""
+    """Sleeps 1 ms a step, and 10 ms in one step of ten, chosen by the environment's seed."""
 
     observation_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
     action_space = spaces.Discrete(2)

@@ -1,4 +1,4 @@
-"""What is measured against what, and how figures become tables, ratios and verdicts.
+"""Define the comparisons and goals, and turn figures into tables, ratios and verdicts.
 
 Enters: `Results`, the rates that the runner collected. Leaves: Markdown and plain dicts. Nothing is run here.
 """
@@ -14,7 +14,7 @@ LIMIT = "limit"
 PEERS = ("sync", "async", "subproc", "ray", "envpool")
 PEER_COLLECTORS = ("cleanrl-sync", "cleanrl-async", "rllib", "torchrl")
 COLLECTORS = ("clusterenv-collect", "clusterenv-collect-network", *PEER_COLLECTORS)
-"""Subjects that act with a policy: those of `collectors.py`."""
+"""Subjects of `collectors.py`, which act with a policy."""
 STREAMS = ("stream-learn", "rollout-learn", "stream-uneven", "stream-alone")
 """Subjects of `streams.py`."""
 PULLS = ("pull", "raw-copy")
@@ -56,9 +56,9 @@ class Table:
     subjects: tuple[str, ...]
     ours: str = "clusterenv"
     workers: int | None = None
-    """None: as many as the command line says."""
+    """Number of workers; None: from the command line."""
     note: str = ""
-    """What a reader has to know besides the size."""
+    """A remark for the reader, printed after the size."""
     unit: str = "steps/s"
 
 
@@ -72,7 +72,7 @@ class Goal:
 
 @dataclass
 class Series:
-    """The rates of one subject in one table, a figure per round, and why there are no more."""
+    """The rates of one subject in one table, one per round, and the reason if it failed."""
 
     rates: list[float] = field(default_factory=list)
     failure: str | None = None
@@ -173,7 +173,7 @@ GOALS = (
 
 
 def ratio(results: Results, table: str, subject: str, over: str) -> float | None:
-    """Of the medians; None where either was not measured."""
+    """Return the ratio of the medians; None if either was not measured."""
     series = results.get(table, {})
     above = series.get(subject, Series()).median
     below = series.get(over, Series()).median
@@ -203,7 +203,7 @@ def table_markdown(table: Table, results: Results, workers: int) -> str:
 
 
 def goals_markdown(results: Results, tables: Iterable[Table]) -> str:
-    """A verdict for every goal that the selected tables can answer."""
+    """Return a verdict for every goal of the selected tables."""
     names = {table.name for table in tables}
     lines = ["## Goals", "", "| goal | measured | |", "|---|---:|---|"]
     for goal in GOALS:
@@ -221,7 +221,7 @@ def verdict(measured: float | None, at_least: float) -> str:
 
 
 def summary(results: Results, tables: Iterable[Table]) -> list[dict[str, Any]]:
-    """The same figures for machines: one record per subject, with every round's rate."""
+    """Return the figures for JSON: one record per subject, with every round's rate."""
     return [
         {
             "table": table.name,

@@ -1,7 +1,7 @@
-"""One virtual environment per peer, under `.cache/bench`, made by pip on first use.
+"""Make one virtual environment per peer, under `.cache/bench`, with pip on first use.
 
-Enters: the name of a subject. Leaves: the interpreter to measure it with, or the reason why there is none.
-`benchmarks.__main__` asks once per subject, before the first round.
+Enters: the name of a subject. Leaves: the interpreter to measure it with, or the reason why there is none. Called by
+`benchmarks.__main__` once per subject, before the first round.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ REQUIREMENTS = {
     "rllib": ("ray[rllib]", "torch", "gymnasium[classic-control]", "Box2D"),
     "torchrl": ("torchrl", ENVIRONMENTS),
 }
-# Subjects that are not named here run in the project's own environment. EnvPool is one of them on purpose:
-# alone and inside our workers it has to be the same build, beside the same numpy.
+# Other subjects run in the project's own environment. EnvPool is one of them on purpose: alone and inside our workers
+# it must be the same build, with the same numpy.
 VENV_OF_SUBJECT = {"subproc": "sb3", "ray": "ray", "rllib": "rllib", "torchrl": "torchrl"}
 
 
@@ -40,7 +40,7 @@ class Missing:
 
 
 def interpreter(subject: str) -> Path | Missing:
-    """The Python that runs `subject`; its environment is installed if this is its first use."""
+    """Return the Python that runs `subject`; its environment is installed on first use."""
     name = VENV_OF_SUBJECT.get(subject)
     if name is None:
         return Path(sys.executable)
@@ -65,9 +65,9 @@ def interpreter(subject: str) -> Path | Missing:
 
 
 def why(output: str) -> str:
-    """The line of a failed command's output that says most, without addresses and paths of this machine."""
+    """Return the most telling line of a failed command's output, without addresses and paths of this machine."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    # What libraries print while they shut down comes after the error, so the last line is only second choice.
+    # Libraries print while they shut down, after the error, so the last line is only the second choice.
     errors = [line for line in lines if re.match(r"ERROR\b|[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b", line)]
     line = (errors or lines or ["no reason given"])[-1]
     line = re.sub(r"\b[a-z]+://\S+", "<address>", line)

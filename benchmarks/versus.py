@@ -1,8 +1,8 @@
 """Compare the speed of this checkout with that of another commit: `python -m benchmarks.versus COMMIT`.
 
 Enters: a commit. Leaves: a Markdown table on stdout, the raw figures in `runs/bench`. The commit is installed into a
-virtual environment of its own, which shares all other packages with this one. Both are measured in turn, by the same
-script, so that what else happens on the machine hits both; a ratio is that of a pair of neighbouring measurements.
+separate virtual environment, which shares all other packages with this one. Both are measured in turn, by the same
+script, so that other load on the machine affects both; a ratio is that of a pair of neighbouring measurements.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.versus", description=__doc__.splitlines()[0])
     parser.add_argument("commit", help="the older version")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement, after the warm-up")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of each measurement, after the warm-up")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help=f"of {', '.join(CASES)}")
-    parser.add_argument("--old-python", type=Path, help="an interpreter that has that commit installed already")
-    parser.add_argument("--output", type=Path, default=OUTPUT / "versus.json", help="where the raw figures go")
+    parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help=f"any of {', '.join(CASES)}")
+    parser.add_argument("--old-python", type=Path, help="an interpreter that already has that commit installed")
+    parser.add_argument("--output", type=Path, default=OUTPUT / "versus.json", help="file for the raw figures")
     args = parser.parse_args()
     pythons = {"old": args.old_python or install(args.commit), "new": Path(sys.executable)}
     outcomes: Outcomes = {case: {"old": [], "new": []} for case in args.only or CASES}
@@ -93,7 +93,7 @@ def install(commit: str) -> Path:
 
 
 def lower_bound(ratios: np.ndarray) -> float:
-    """95 % lower bound of the median ratio, by bootstrap."""
+    """Return the 95 % lower bound of the median ratio, by bootstrap."""
     draws = np.random.default_rng(0).choice(ratios, size=(10_000, len(ratios)))
     return float(np.quantile(np.median(draws, axis=1), 0.05))
 

@@ -1,15 +1,15 @@
-"""DQN on a stream: the workers act without a pause, the learner publishes a version after each gradient step.
+"""Train DQN on a stream: workers act without pausing, and the learner publishes a version after each gradient step.
 
     python examples/dqn.py                      trains CartPole-v1 until it is solved
-    python examples/dqn.py --sync always        the newest weights travel before each fragment
+    python examples/dqn.py --sync always        the newest weights are sent before each fragment
 
-In goes the id of an environment with Box observations and discrete actions; out comes a summary that says how often
-weights travelled and where the time went. The stream is asynchronous, so runs of the same seed differ; the number of
-gradient steps per transition is fixed.
+Takes the id of an environment with Box observations and discrete actions; prints a summary of how often weights were
+sent and where the time went. The stream is asynchronous, so runs with the same seed differ; the number of gradient
+steps per transition is fixed.
 
 On two cores that were not idle, seeds 1 to 8 ended with evaluations of 500, after 4 to 16 seconds and 8 to 32 thousand
-steps. There were 29 to 116 times fewer pulls than versions. With `--sync always` there are 16 times fewer, as weights
-travel between fragments only.
+steps. There were 29 to 116 times fewer pulls than versions. With `--sync always` there are 16 times fewer, because
+weights are sent only between fragments.
 """
 
 import argparse

@@ -1,16 +1,16 @@
-"""IMPALA: workers that act on and on with the policy they have, a learner that corrects for its age with V-trace.
+"""Train IMPALA: workers act continuously with the policy they have, and the learner corrects for its age with V-trace.
 
     python examples/impala.py                       trains CartPole-v1 until it is solved
     python examples/impala.py --sync always         the same, with weights sent to the workers after each update
 
-In goes the id of an environment with Box observations and discrete actions; out comes a summary. `collector.stream`
-brings a worker's fragment when it is done, the learner makes one gradient step on it, and `collector.publish` makes a
-new version of the policy; which versions travel to the workers is for `--sync` to say. Compare `ppo_detach.py`, where
-the workers wait while the head learns.
+Takes the id of an environment with Box observations and discrete actions; prints a summary. `collector.stream` returns
+a worker's fragment when it is done, the learner makes one gradient step on it, and `collector.publish` makes a new
+version of the policy; `--sync` decides which versions are sent to the workers. Compare `ppo_detach.py`, where the
+workers wait while the head learns.
 
-On two cores that did other work too, seeds 1 to 8 ended with evaluations from 499 to 500, after 11 to 39 seconds and
-345 to 821 thousand steps, and pulled weights 27 to 51 times for 338 to 803 versions of the policy. Fragments arrive in
-another order every time, so no two runs are the same. LunarLander-v3 was not solved reliably with any constants tried.
+On two cores that were not idle, seeds 1 to 8 ended with evaluations from 499 to 500, after 11 to 39 seconds and 345 to
+821 thousand steps, and pulled weights 27 to 51 times for 338 to 803 versions of the policy. Fragments arrive in a
+different order every time, so no two runs are equal. LunarLander-v3 was not solved reliably with any constants tried.
 """
 
 import argparse

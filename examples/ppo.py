@@ -1,12 +1,12 @@
-"""PPO in one file, on environments that ClusterEnv steps in other processes.
+"""Train PPO, in one file, on environments that ClusterEnv steps in other processes.
 
     python examples/ppo.py                                  trains CartPole-v1 until it is solved
     python examples/ppo.py --demo --plot runs/demo.png      the same, with a live display and a curve
     python examples/ppo.py --backend slurm --nodes 4 --option partition=cpu    the same, on four nodes of a cluster
 
-In goes the id of an environment with Box observations and discrete actions; out comes a summary, and a plot
-if asked for. Three things need care with a vector environment that resets itself and may lose a process: they
-are marked TRUNCATION, RESET ROWS and LOST ROWS below.
+Takes the id of an environment with Box observations and discrete actions; prints a summary, and draws a plot on
+request. Three things need care with a vector environment that resets itself and may lose a process: they are marked
+TRUNCATION, RESET ROWS and LOST ROWS below.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""PPO with continuous actions, where the workers act: Pendulum-v1, swung up and held.
+"""Train PPO with continuous actions, where the workers act: Pendulum-v1.
 
     python examples/ppo_continuous.py
 
 The agent has the shape of CleanRL's `ppo_continuous_action.py` (`actor_mean`, `actor_logstd`), which a collector
-recognises. The environments get actions clipped to their bounds; the batch has them as they were sampled, so that
-`batch.logprobs` and the agent's own agree.
+recognises. The environments get actions clipped to their bounds; the batch has the unclipped samples, so that
+`batch.logprobs` agrees with the agent's own log-probabilities.
 
 On two cores, seeds 1 to 5 ended with evaluations from -170 to -161, after 10 to 13 seconds and 96 to 128 thousand
 steps.

@@ -1,16 +1,16 @@
-"""PPO whose workers act: each has a copy of the policy, steps its environments with it and sends back whole rollouts.
+"""Train PPO where the workers act: each has a copy of the policy, steps its environments, and returns whole rollouts.
 
     python examples/ppo_detach.py                                       trains LunarLander-v3 until it is solved
     python examples/ppo_detach.py --demo --plot runs/ppo_detach.png     the same, with a live display and a curve
-    python examples/ppo_detach.py --sync always                         weights travel after every update
-    python examples/ppo_detach.py --resume runs/lander                  goes on where it was killed, if it was
+    python examples/ppo_detach.py --sync always                         weights are sent after every update
+    python examples/ppo_detach.py --resume runs/lander                  continues a run that was killed
 
 Observations are vectors, actions discrete. Compare `ppo.py`, where the head acts and the workers only step: here there
-is no loop over steps, there are no reset rows, and advantages come from `clusterenv.learning`. Weights travel only when
-the newest policy differs enough from the one that acts (`--sync aps`, see docs/aps.md): the loss is PPO's for old data.
+is no loop over steps, there are no reset rows, and advantages come from `clusterenv.learning`. Weights are sent only
+when the newest policy differs enough from the acting one (`--sync aps`, see docs/aps.md): the loss allows for old data.
 
-On two cores that did some other work too, seeds 1 to 8 ended with evaluations from 253 to 265, after 33 to 56 seconds
-and 475 to 573 thousand steps, and pulled weights 12 to 15 times for 30 to 36 versions.
+On two cores that were not idle, seeds 1 to 8 ended with evaluations from 253 to 265, after 33 to 56 seconds and 475 to
+573 thousand steps, and pulled weights 12 to 15 times for 30 to 36 versions.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""PPO from images, where the workers act: uint8 frames in, a small convolutional network, a game made up here.
+"""Train PPO from images, where the workers act: a small game with uint8 frames, and a small convolutional network.
 
     python examples/ppo_pixels.py
 

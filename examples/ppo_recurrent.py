@@ -1,13 +1,13 @@
-"""PPO with memory, where the workers act: CartPole-v1 without its velocities, and a GRU that infers them.
+"""Train recurrent PPO, where the workers act: CartPole-v1 without its velocities, and a GRU that infers them.
 
     python examples/ppo_recurrent.py
 
 The workers carry the recurrent state from step to step and from rollout to rollout. The learner gets the state before
-the first row, `batch.initial_state`, and replays the rows from there; what it must take care of is marked REPLAY and
+the first row, `batch.initial_state`, and replays the rows from there; two points that need care are marked REPLAY and
 VALUES below.
 
 On two cores, seeds 1 to 5 ended with evaluations from 495 to 500, after 14 to 26 seconds and 135 to 266 thousand steps.
-The same agent, made to forget at every step, has 42 after 300 thousand.
+The same agent with its state reset at every step reaches 42 after 300 thousand.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""SAC on a stream: tanh-Gaussian actor, twin critics, tuned entropy. A version is published after each gradient step.
+"""Train SAC on a stream: tanh-Gaussian actor, twin critics, tuned entropy; each gradient step publishes a version.
 
     python examples/sac.py                      trains Pendulum-v1 until it swings up and holds
-    python examples/sac.py --sync always        the newest weights travel before each fragment
+    python examples/sac.py --sync always        the newest weights are sent before each fragment
 
-In goes the id of an environment with Box observations and bounded Box actions; out comes a summary that says how often
-weights travelled and where the time went. Only the actor's travel: see `acting` below. The stream is asynchronous, so
-runs of the same seed differ; the number of gradient steps per transition is fixed.
+Takes the id of an environment with Box observations and bounded Box actions; prints a summary of how often weights were
+sent and where the time went. Only the actor's weights are sent: see `acting` below. The stream is asynchronous, so runs
+with the same seed differ; the number of gradient steps per transition is fixed.
 
 On two cores that were not idle, seeds 1 to 8 ended with evaluations from -165 to -156, after 21 to 27 seconds and 16
-thousand steps. There were 59 to 101 times fewer pulls than versions. With `--sync always` there are 16 times fewer, as
-weights travel between fragments only.
+thousand steps. There were 59 to 101 times fewer pulls than versions. With `--sync always` there are 16 times fewer,
+because weights are sent only between fragments.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""Scripts for those who work on the code itself."""
+"""Scripts for developers of this project."""

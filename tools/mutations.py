@@ -1,7 +1,7 @@
-"""Plant defects in a copy of the package, one by one, and let simulated runs look for each.
+"""Plant defects in a copy of the package, one by one, and search for each with simulated runs.
 
-`python -m tools.mutations [--seconds 60] [--only TEXT]` prints for each whether it is found, after how many CPU seconds
-and schedules, and by which rule.
+`python -m tools.mutations [--seconds 60] [--only TEXT]` prints for each defect whether it was found, after how many CPU
+seconds and schedules, and by which rule.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ else:
 
 
 def look(mutation: Mutation, seconds: float) -> tuple[bool, str]:
-    """Return whether simulated runs find this defect, and a line that says how."""
+    """Return whether simulated runs find this defect, and a line for the report."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "clusterenv"
         shutil.copytree(ROOT / "src" / "clusterenv", package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -309,9 +309,9 @@ def look(mutation: Mutation, seconds: float) -> tuple[bool, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of CPU time for each")
-    parser.add_argument("--only", default="", help="those whose name has this text")
-    parser.add_argument("--skip", type=int, default=0, help="so many of them")
+    parser.add_argument("--seconds", type=float, default=60.0, help="CPU time for each defect")
+    parser.add_argument("--only", default="", help="only defects whose name contains this text")
+    parser.add_argument("--skip", type=int, default=0, help="number of these defects to skip")
     options = parser.parse_args()
     chosen = [mutation for mutation in MUTATIONS if options.only in mutation.name][options.skip :]
     found = 0

@@ -1,11 +1,11 @@
-"""Kill `examples/ppo_detach.py --resume` again and again, and compare what it comes to with an undisturbed run.
+"""Kill `examples/ppo_detach.py --resume` again and again, and compare its result with that of an undisturbed run.
 
     python -m tools.restarts --kills 20
 
-The script is killed with SIGKILL at random moments, half of them while it starts, and started again each time. At the
-end its greedy evaluation has to be that of the undisturbed run (within `--margin`), and no seed of a training
-environment may have been used twice: the environments write them down, in a file that the script knows nothing of. The
-evaluation itself is left out: it plays the same 64 episodes whenever it is asked for.
+The script is killed with SIGKILL at random moments, half of them while it starts, and restarted each time. At the end
+its greedy evaluation must be at most `--margin` below that of the undisturbed run, and no seed of a training
+environment may have been used twice: the environments record them in a file that the script does not know of. Seeds of
+the evaluation are excluded: it plays the same 64 episodes each time.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["main"]
 
 _ROOT = Path(__file__).parents[1]
 _SEED, _EVALUATION = 1, 1_000_000
-"""Of the script, and from which number on its evaluation has seeds."""
+"""Seed of the script, and the offset from it of the evaluation's first seed."""
 
 
 class Script:
-    """The example, in a folder of its own."""
+    """The example, with its own folder."""
 
     def __init__(self, folder: Path, total_steps: int) -> None:
         folder.mkdir()
@@ -57,7 +57,7 @@ class Script:
 
 
 def undisturbed(script: Script) -> tuple[float, float, float]:
-    """Return the evaluation, the seconds until the first update was done, and those of one more."""
+    """Return the evaluation, the seconds until the first update was done, and the seconds per update."""
     began = time.monotonic()
     process = script.start()
     assert process.stdout is not None
@@ -73,7 +73,7 @@ def undisturbed(script: Script) -> tuple[float, float, float]:
 
 
 def disturbed(script: Script, kills: int, first_s: float, update_s: float, dice: random.Random) -> tuple[float, int]:
-    """Return the evaluation, and how often it could be killed before it had come to the end."""
+    """Return the evaluation, and the number of kills before the script finished."""
     killed = 0
     while True:
         process = script.start()
@@ -94,7 +94,7 @@ def disturbed(script: Script, kills: int, first_s: float, update_s: float, dice:
 
 
 def _waited(process: subprocess.Popen[str], checkpoint: Path, moment_s: float, updates: int, more_s: float) -> bool:
-    """Wait for so long, or for so many checkpoints and a little more. False: it has ended by itself."""
+    """Wait for `moment_s`, or for `updates` checkpoints and `more_s`; return False if the script ended by itself."""
     began, written = time.monotonic(), _written(checkpoint)
     while process.poll() is None:
         if time.monotonic() - began >= moment_s:
@@ -117,11 +117,11 @@ def _evaluation(output: str) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="A training script that is killed and restarted")
+    parser = argparse.ArgumentParser(description="Kill and restart a training script")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--total-steps", type=int, default=160_000)
-    parser.add_argument("--margin", type=float, default=25.0, help="how much less than the undisturbed run is allowed")
-    parser.add_argument("--seed", type=int, default=1, help="of the moments")
+    parser.add_argument("--margin", type=float, default=25.0, help="allowed difference below the undisturbed run")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the moments of the kills")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         alone, killed = (Script(Path(folder, name), args.total_steps) for name in ("alone", "killed"))
@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"left         {', '.join(left)}")
     is_good = found >= expected - args.margin and not twice and kills == args.kills
     is_good = is_good and left == ["checkpoint.pt", "seeds"]
-    print("as it should be" if is_good else "NOT as it should be")
+    print("passed" if is_good else "FAILED")
     return 0 if is_good else 1
 
 

@@ -1,7 +1,7 @@
 """Search for schedules that break a rule: `python -m tools.search [--minutes N] [--schedules N] [--seed S] ...`.
 
-Runs the simulation of tests/support/simulation with one seed after the other. A failing seed is made short and printed
-as a regression case; at the end, how often each entry of the transition tables was taken.
+Runs the simulation of tests/support/simulation with one seed after the other. Failing seeds are shortened and printed
+as regression cases, together with how often each entry of the transition tables was taken.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def _search(seeds: range, until_s: float, out: Any) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--seed", type=int, default=None, help="the first; None: one of the clock")
-    parser.add_argument("--schedules", type=int, default=1 << 40, help="end after so many, if not by the time before")
+    parser.add_argument("--seed", type=int, default=None, help="the first seed; default: from the clock")
+    parser.add_argument("--schedules", type=int, default=1 << 40, help="end after this many, or when the time is up")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--show", type=int, default=3, help="how many failing seeds are made short and printed")
+    parser.add_argument("--show", type=int, default=3, help="number of failing seeds to shorten and print")
     options = parser.parse_args()
     first = int(time.time()) * 1000 if options.seed is None else options.seed
     until_s = time.monotonic() + 60.0 * options.minutes

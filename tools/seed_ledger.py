@@ -1,6 +1,6 @@
-"""Environments that write down their seeds outside of the code under test, for runs whose script is killed.
+"""Environments that record their seeds outside of the code under test, for runs whose script is killed.
 
-`tools.seed_ledger:LedgerCartPole-v1` is Gymnasium's CartPole; the file is named by CLUSTERENV_SEED_LEDGER.
+`tools.seed_ledger:LedgerCartPole-v1` is Gymnasium's CartPole; CLUSTERENV_SEED_LEDGER names the file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VARIABLE = "CLUSTERENV_SEED_LEDGER"
 
 
 class WritesSeeds(gym.Wrapper[Any, Any, Any, Any]):
-    """Writes every seed that it is reset with to a file, before anything else happens."""
+    """Writes the seed of every reset to a file, before the reset."""
 
     def __init__(self, env: gym.Env[Any, Any], ledger: str) -> None:
         super().__init__(env)
@@ -26,7 +26,7 @@ class WritesSeeds(gym.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         if seed is not None:
-            with Path(self._ledger).open("ab", buffering=0) as file:  # appended whole, whoever else writes
+            with Path(self._ledger).open("ab", buffering=0) as file:  # one atomic append, as other processes write too
                 file.write(b"%d\n" % seed)
         return super().reset(seed=seed, options=options)
 

@@ -1,10 +1,10 @@
-"""Count what keeps the code readable: sizes, parameters, folders, protocols, and the functions that three walks cross.
+"""Measure readability: sizes, parameters, folders, protocols, and the functions that three walks call.
 
-    python -m tools.tour            print it
-    python -m tools.tour --check    the same, and fail where a limit is passed
-    python -m tools.tour --list     also print every function that the walks cross
+    python -m tools.tour            print the numbers
+    python -m tools.tour --check    the same, and fail if a limit is exceeded
+    python -m tools.tour --list     also print every function that the walks call
 
-Lines are those of the file, blank ones included, but for the total: there blank lines do not count.
+Lines include blank ones, except in the total.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WALK_LIMITS: dict[str, tuple[int, int | None]] = {
     "a network rollout under APS": (30, 15),
     "a killed worker": (18, 8),
 }
-"""How many functions, in how many files."""
+"""Maximum number of functions, and of files."""
 
 MAY_HAVE_MORE_PARAMETERS = {
     "backends/kubernetes.py:Kubernetes": "frozen configuration that users write by name",
@@ -43,7 +43,7 @@ MAY_HAVE_MORE_PARAMETERS = {
     "recovery.py:Recovery": "frozen configuration that users write by name",
     "rollout.py:Rollout": "frozen arrays that users read",
 }
-"""Of the public face, each with the reason."""
+"""Constructors of the public API, each with the reason."""
 
 
 class Finding(NamedTuple):
@@ -90,9 +90,9 @@ def complex_functions() -> Iterator[Finding]:
 
 
 def long_constructors(trees: Trees) -> Iterator[Finding]:
-    """An `__init__`, or the fields from which a dataclass gets one.
+    """Find long `__init__`s, and dataclasses with many fields.
 
-    NamedTuples do not count: they are messages, written field by field in one place and checked by the other side.
+    NamedTuples do not count: they are messages, written field by field in one place and checked by the receiver.
     """
     for file, tree in trees.items():
         for node in ast.walk(tree):
@@ -111,7 +111,7 @@ def long_constructors(trees: Trees) -> Iterator[Finding]:
 
 
 def _num_fields(node: ast.ClassDef) -> int:
-    """Of a dataclass those that its constructor takes; of another class 0."""
+    """Return the number of fields that a dataclass's constructor takes; 0 for other classes."""
     if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
         return 0
     fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
@@ -127,7 +127,7 @@ def full_folders() -> Iterator[Finding]:
 
 
 def caller_protocols(trees: Trees) -> Iterator[Finding]:
-    """A Protocol in the engine can only describe who calls it: what the engine itself calls stands below, by name."""
+    """Find Protocols in the engine: they can only describe its callers, because what it calls itself has names."""
     for file, tree in trees.items():
         for node in ast.walk(tree):
             if not isinstance(node, ast.ClassDef) or not any("Protocol" in ast.unparse(base) for base in node.bases):
@@ -157,9 +157,9 @@ def large_source() -> Iterator[Finding]:
 
 
 def look_at_walks(show_all: bool) -> Iterator[Finding]:
-    """The limits are for what passes the work on: the functions that the docs name, each of which has to be called.
+    """Apply the limits to the functions that the docs name, each of which must be called.
 
-    All that is called meanwhile, down to the readers of a single number, is counted beside it.
+    The number of all functions called, however small, is printed too.
     """
     for name in WALKS:
         crossed = trace(name)
@@ -187,9 +187,9 @@ def _by_folder(crossed: list[Crossed]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Count what keeps the code readable.")
-    parser.add_argument("--check", action="store_true", help="fail where a limit is passed")
-    parser.add_argument("--list", action="store_true", help="print every function that the walks cross")
+    parser = argparse.ArgumentParser(description="Measure readability.")
+    parser.add_argument("--check", action="store_true", help="fail if a limit is exceeded")
+    parser.add_argument("--list", action="store_true", help="print every function that the walks call")
     arguments = parser.parse_args()
     trees = read_trees()
     findings = [

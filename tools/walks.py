@@ -1,8 +1,8 @@
-"""Count the functions of ours that three walks cross, in the head, its workers and its node agents together.
+"""Trace which functions of `src/clusterenv` three walks call, in the head, its workers and its node agents.
 
-Used by `tools.tour`. Every Python process of a walk finds a `sitecustomize` of ours on its path. It sets a profile
-function that writes down each function of `src/clusterenv` once, while a byte in a shared file says that the walk is
-under way. What the walk is not about (starting, closing) runs before and after.
+Used by `tools.tour`. Every Python process of a walk imports our `sitecustomize`, which sets a profile function. It
+records each function once, while a byte in a shared file says that the walk is running. Starting and closing are not
+part of a walk: they run before and after.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "clusterenv"
 FOLDER = "CLUSTERENV_WALK"
-"""Name of the environment variable that says where a walk is written down; unset: there is none."""
+"""Name of the environment variable with the folder to record a walk in; unset: nothing is recorded."""
 
 _HOOK = """
 import mmap, os, sys, threading
 
 def _install(folder, source):
-    # Unbuffered and opened to append: processes that are forked write to the same file, and some of them are killed.
+    # Unbuffered and opened to append: forked processes write to the same file, and some of them are killed.
     out = os.open(f"{folder}/crossed", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     out = os.dup2(out, 1000, inheritable=False)
     with open(f"{folder}/on", "rb") as file:
@@ -36,7 +36,7 @@ def _install(folder, source):
     seen = set()
 
     def note(frame, event, _):
-        # Also on return: whoever waits for a message was called before the walk began.
+        # Also on return: a function that waits for a message was called before the walk began.
         if not on[0] or event not in ("call", "return"):
             return
         code = frame.f_code
@@ -55,7 +55,7 @@ if os.environ.get("CLUSTERENV_WALK"):
 
 
 class Crossed(NamedTuple):
-    """One function that a walk crossed."""
+    """A function that a walk called."""
 
     file: str
     name: str
@@ -67,7 +67,7 @@ class Crossed(NamedTuple):
 
 
 def trace(name: str, timeout_s: float = 300.0) -> list[Crossed]:
-    """Run a walk in a process of its own; return what it crossed."""
+    """Run a walk in a separate process; return the functions that it called."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "sitecustomize.py").write_text(_HOOK)
         Path(folder, "on").write_bytes(b"\0")
@@ -99,7 +99,7 @@ def _walk() -> Iterator[None]:
 
 
 def walk_step() -> None:
-    """Step local workers, actions from the head."""
+    """Step local workers with actions from the head."""
     import clusterenv as ce
 
     with ce.ClusterEnv("CartPole-v1", num_envs=4, backend=ce.Local(workers=2)) as envs:
@@ -112,7 +112,7 @@ def walk_step() -> None:
 
 
 def walk_rollout() -> None:
-    """Collect a rollout under APS from two nodes that have to pull for it."""
+    """Collect a rollout under APS from two nodes that must pull weights for it."""
     import torch
 
     import clusterenv as ce
@@ -135,7 +135,7 @@ def walk_rollout() -> None:
 
 
 def walk_killed() -> None:
-    """Step local workers, of which one is killed, until its slots are rebuilt."""
+    """Kill one of the local workers, and step until its slots are rebuilt."""
     import clusterenv as ce
 
     with ce.ClusterEnv([_with_pid] * 4, backend=ce.Local(workers=2)) as envs:

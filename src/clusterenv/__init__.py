@@ -1,6 +1,6 @@
 """ClusterEnv: Gymnasium environments on a cluster, while the learner stays yours.
 
-Names are imported when they are first used: a worker process imports this package too, and needs none of the head.
+Names are imported on first use: a worker process imports this package too, and needs nothing of the head.
 """
 
 import sys
@@ -108,12 +108,12 @@ _UNLISTED_ERRORS = (
     "SpecError",
     "UsageError",
 )
-"""Importable from here as ever; `clusterenv.errors` lists them."""
+"""Importable from here, but not in `__all__`; `clusterenv.errors` lists them."""
 
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 _MODULE_OF |= dict.fromkeys(_UNLISTED_ERRORS, "errors")
 
-if not TYPE_CHECKING:  # or a type checker would take any name for one of ours
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name in ("backends", "errors"):

@@ -1,4 +1,4 @@
-"""`python -m clusterenv`."""
+"""Run the command line with `python -m clusterenv`."""
 
 import sys
 

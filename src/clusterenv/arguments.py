@@ -1,4 +1,4 @@
-"""Check the types of the values that a user passes, with one wording for all arguments. Pure.
+"""Check the types of the arguments that a user passes, with the same error text for all. Pure.
 
 `expect` checks one argument against an annotation (`int`, `float | None`, `Literal["a", "b"]`, `Sequence[str]`, a
 class); `check_fields` checks every field of a config dataclass. Both raise a `SpecError` that names the argument, what
@@ -42,21 +42,21 @@ def expect(call: str, name: str, value: Any, kind: Any, *, least: float | None =
 
 
 def check_fields(config: Any) -> None:
-    """Raise SpecError for the first field of a dataclass whose value is not what its annotation says."""
+    """Raise SpecError for the first field of a dataclass whose value does not match its annotation."""
     for field, kind in field_kinds(type(config)).items():
         expect(type(config).__name__, field, getattr(config, field), kind)
 
 
 def field_kinds(config: type) -> dict[str, Any]:
-    """Field or `InitVar` → its annotation, evaluated; without those that only a type checker can evaluate."""
+    """Return the evaluated annotation of each field and `InitVar`, unless only a type checker can evaluate it."""
     kinds: dict[str, Any] = {}
     for field in config.__dataclass_fields__.values():  # type: ignore[attr-defined]  # `fields()` leaves InitVars out
         owner = next(base for base in config.__mro__ if field.name in inspect.get_annotations(base))
         kind: Any = field.type
-        if isinstance(kind, str):  # as typing.get_type_hints does, which fails for all where it fails for one
+        if isinstance(kind, str):  # typing.get_type_hints would fail for all fields if it fails for one
             try:
                 kind = eval(kind, vars(sys.modules[owner.__module__]))
-            except Exception:  # a subclass of the user's may be annotated with anything
+            except Exception:  # a user's subclass may be annotated with anything
                 continue
         if get_origin(kind) is not ClassVar:
             kinds[field.name] = kind.type if isinstance(kind, InitVar) else kind
@@ -64,12 +64,12 @@ def field_kinds(config: type) -> dict[str, Any]:
 
 
 def refused(call: str, name: str, value: Any, wanted: str, hint: str = "") -> SpecError:
-    """Return the error for an argument that was refused; raise it yourself."""
+    """Return the error for a refused argument; the caller raises it."""
     return SpecError(f"{call}({name}={shown(value)}): expected {wanted}{f'; {hint}' if hint else ''}")
 
 
 def closest(word: str, words: Iterable[str]) -> str | None:
-    """Return the one of `words` that `word` is probably a misspelling of."""
+    """Return the one of `words` of which `word` is probably a misspelling, or None."""
     by_lower = {known.lower(): known for known in words}
     found = difflib.get_close_matches(word.lower(), by_lower, 1, cutoff=0.75)
     return by_lower[found[0]] if found else None
@@ -100,12 +100,12 @@ def fits(value: Any, kind: Any) -> bool:
         )
     if origin is Callable or kind is Callable:
         return callable(value)
-    # A class in place of its instance is the most common mistake, and has the same attributes.
+    # Passing a class instead of its instance is the most common mistake, and it has the same attributes.
     return not isinstance(value, type) and isinstance(value, origin or kind)
 
 
 def _is_row(value: Any) -> bool:
-    """Return whether this is a sequence of values: a list, a tuple or an array, not a string."""
+    """Return whether this is a list, a tuple or an array, but not a string."""
     return isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, (str, bytes))
 
 
@@ -116,7 +116,7 @@ def _items_fit(value: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
 
 
 def describe(kind: Any) -> str:
-    """Return what a value of this kind is, in words."""
+    """Return a description of this kind for error messages."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         words = list(dict.fromkeys(describe(one) for one in inner))
@@ -143,7 +143,7 @@ def shown(value: Any) -> str:
 
 
 def _guess(name: str, value: Any, kind: Any) -> str:
-    """Return what the user probably meant, if that can be guessed."""
+    """Return a hint at what the user probably meant, or ""."""
     for one in get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,):
         origin = get_origin(one)
         if isinstance(value, type) and isinstance(one, type) and issubclass(value, one):

@@ -1,4 +1,4 @@
-"""The command line: `clusterenv node`, `clusterenv script`, `clusterenv gc`."""
+"""Implement the command line: `clusterenv node`, `clusterenv script`, `clusterenv gc`."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def main(argv: list[str] | None = None) -> int:
     node.add_argument("--join", type=Path, required=True, metavar="FILE", help="the node's key file; - reads stdin")
     node.add_argument("--key-timeout-s", type=float, default=60.0, help="how long to wait for a missing key file")
     node.add_argument("--key-sha256", metavar="HEX", help="accept a key file of any owner with this SHA-256")
-    node.add_argument("--lease-s", type=float, default=60.0, help="end when the script is gone for so long")
-    node.add_argument("--dead-after-s", type=float, default=60.0, help="dial again after so long without a message")
-    node.add_argument("--grace-s", type=float, default=30.0, help="from SIGTERM until the scheduler kills this process")
+    node.add_argument("--lease-s", type=float, default=60.0, help="end when the script has been gone this long")
+    node.add_argument("--dead-after-s", type=float, default=60.0, help="dial again after this long without a message")
+    node.add_argument("--grace-s", type=float, default=30.0, help="time from SIGTERM until the scheduler's SIGKILL")
     node.add_argument("--no-pickle", action="store_true", help="accept ids, arguments and weights, but no code")
     node.add_argument("--mounted", action="store_true", help="the key is a mounted Secret: do not check its owner")
     node.add_argument("--with-parent", action="store_true", help="leave when the process that started this one ends")
     script = commands.add_parser("script", help="print what a backend would submit for one node")
-    script.add_argument("backend", metavar="NAME", help="slurm, kubernetes, or another one that is installed")
+    script.add_argument("backend", metavar="NAME", help="slurm, kubernetes, or another installed backend")
     script.add_argument("options", nargs="*", metavar="NAME=VALUE", help="as in Python; values are JSON, or plain text")
-    gc = commands.add_parser("gc", help="remove what killed training scripts have left: jobs, key files")
-    gc.add_argument("--folder", type=Path, action="append", help="where run folders are, if not in the usual places")
+    gc = commands.add_parser("gc", help="remove what killed training scripts left behind: jobs, key files")
+    gc.add_argument("--folder", type=Path, action="append", help="where run folders are, if not in the default places")
     gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    gc.add_argument("--run", help="only this run, also if it is not known here whether its script has ended")
-    gc.add_argument("--owner-squashed", action="store_true", help="the file system (NFS) shows other owners")
-    gc.add_argument("--kubernetes", action="store_true", help="also remove runs of scripts in pods from a namespace")
-    gc.add_argument("--namespace", help="with --kubernetes; default: that of the context")
-    gc.add_argument("--context", help="with --kubernetes: of the kubeconfig")
+    gc.add_argument("--run", help="remove only this run, even if it is unknown whether its script has ended")
+    gc.add_argument("--owner-squashed", action="store_true", help="the file system (NFS) shows a different owner")
+    gc.add_argument("--kubernetes", action="store_true", help="also remove runs of scripts in pods of a namespace")
+    gc.add_argument("--namespace", help="with --kubernetes; default: the context's namespace")
+    gc.add_argument("--context", help="with --kubernetes: context in the kubeconfig")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     if args.command == "node":
@@ -99,7 +99,7 @@ def print_script(name: str, options: list[str]) -> int:
     try:
         backend = _made(find(name), options)
         if not isinstance(backend, Remote) or not isinstance(backend, PrintsScript):
-            raise SpecError(f"{type(backend).__name__} submits no text that could be printed")
+            raise SpecError(f"{type(backend).__name__} submits no text to print")
         print(backend.script(example_plan(backend)).rstrip())
     except SpecError as error:
         print(f"clusterenv script: {error}", file=sys.stderr)
@@ -108,7 +108,7 @@ def print_script(name: str, options: list[str]) -> int:
 
 
 def _made(backend: type[Any], options: list[str]) -> Any:
-    """Return the backend with these NAME=VALUE options. A value is JSON if its field accepts that, or plain text."""
+    """Return the backend with these NAME=VALUE options. A value is JSON if its field accepts that, else plain text."""
     from clusterenv.arguments import closest, field_kinds, fits
     from clusterenv.backends.registry import required
     from clusterenv.errors import SpecError
@@ -121,7 +121,7 @@ def _made(backend: type[Any], options: list[str]) -> Any:
             raise SpecError(f"{option!r}: expected NAME=VALUE, such as {name}=...")
         if name not in kinds:
             near = closest(name, kinds)
-            hint = f"did you mean {near}=...?" if near else f"there are {', '.join(sorted(kinds))}"
+            hint = f"did you mean {near}=...?" if near else f"its options are {', '.join(sorted(kinds))}"
             raise SpecError(f"{option!r}: {backend.__name__} has no option {name!r}; {hint}")
         try:
             value = json.loads(text)

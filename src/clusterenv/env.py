@@ -1,7 +1,7 @@
 """`ClusterEnv`: environments in worker processes as one `gymnasium.vector.VectorEnv`, equal to `SyncVectorEnv`.
 
-This module keeps the rules of when a call makes sense and what it does; `vector/` checks arguments and shapes results.
-Where the environments run is the backend's business, what happens when one fails is decided by the engine.
+This module implements the public calls; `vector/` checks when they are possible, reads arguments and shapes results.
+The backend decides where the environments run, the engine what happens when one fails.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from clusterenv.vector.results import StepResult, acted_infos, step_result
 __all__ = ["ClusterEnv"]
 
 _CLOSE_WAIT_S = 10.0
-"""How long `close` waits at most."""
+"""The longest that `close` waits."""
 
 
 class ClusterEnv(AsyncCalls):
@@ -50,15 +50,15 @@ class ClusterEnv(AsyncCalls):
 
     Args:
         env: an id, an `EnvSpec`, a function that makes an environment, a list of such functions, or `Vector(fn)`.
-        num_envs: how many; not needed with a list.
-        backend: where they run; `Local()` uses the cores of this machine.
-        autoreset_mode: as in Gymnasium; NEXT_STEP unless told, or what a `Vector` says of itself.
-        recovery: what happens when an environment or a worker fails.
-        env_kwargs: for `gymnasium.make`, with an id.
+        num_envs: number of environments; not needed with a list.
+        backend: where they run; default: `Local()`, the cores of this machine.
+        autoreset_mode: as in Gymnasium; default: NEXT_STEP, or the mode of a `Vector`.
+        recovery: what to do when an environment or a worker fails.
+        env_kwargs: keyword arguments for `gymnasium.make`, with an id.
         copy: False returns views of shared memory, valid until the step after the next.
-        observation_mode: as in Gymnasium: "same", one observation space for all; "different", spaces of one shape and
-            dtype that differ in their bounds; or the pair of spaces (batched, single) to use for such.
-        resume: a file for what a restarted script needs to go on after this one was killed (docs/recovery.md).
+        observation_mode: as in Gymnasium: "same", one observation space for all; "different", spaces with the same
+            shape and dtype but different bounds; or the pair of spaces (batched, single) to use for such environments.
+        resume: a file from which a restarted script can continue after this one was killed (docs/recovery.md).
 
     Example:
         >>> import clusterenv as ce
@@ -101,7 +101,7 @@ class ClusterEnv(AsyncCalls):
         self._events = EventLog()
         driver, close = starting.start(backend, plan, mode, recovery, self._events, resume)
         self._driver = driver
-        # Runs at garbage collection and at interpreter exit too; must not hold `self`.
+        # Also runs at garbage collection and at interpreter exit; must not hold `self`.
         self._teardown = Teardown(close, _CLOSE_WAIT_S)
         weakref.finalize(self, self._teardown.begin).atexit = False
         self._guard = CallGuard(driver, self._teardown)
@@ -113,10 +113,10 @@ class ClusterEnv(AsyncCalls):
         self.observation_space = driver.observation_space
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._reader = ActionReader(self.single_action_space, self.num_envs, recovery.check)
-        self._resumed: dict[str, Any] | None = None  # of the run that goes on, for the next collector
+        self._resumed: dict[str, Any] | None = None  # loaded collector state, for the next collector
         self._stepper: Collector | None = None  # of `step(agent)`
 
-    # -- Gymnasium's face -------------------------------------------------------------------------------------
+    # -- Gymnasium's interface --------------------------------------------------------------------------------
 
     @uninterrupted
     def reset(
@@ -124,7 +124,7 @@ class ClusterEnv(AsyncCalls):
     ) -> tuple[Any, dict[str, Any]]:
         """Reset all environments, or those of `options["reset_mask"]`, a bool array [num_envs].
 
-        An int seeds slot i with `seed + i`; a list gives each slot its own. Rows still under way are given up.
+        An int seeds slot i with `seed + i`; a list gives each slot its own seed. Rows in flight are discarded.
         """
         self._guard.check("reset")
         arguments = parameters.read_reset("reset", seed, options, self.num_envs)
@@ -136,8 +136,8 @@ class ClusterEnv(AsyncCalls):
     def step(self, actions: Any) -> StepResult:
         """Step every environment with its action; row i is slot i.
 
-        Given an agent instead (whatever `collector` takes), the workers choose the actions: `infos["action"]`,
-        `infos["logprob"]` and `infos["policy_version"]` say what they did.
+        If `actions` is an agent (anything that `collector` accepts), the workers choose the actions, and report them
+        in `infos["action"]`, `infos["logprob"]` and `infos["policy_version"]`.
         """
         self._guard.check("step")
         driver = self._driver
@@ -169,14 +169,14 @@ class ClusterEnv(AsyncCalls):
             driver.send_step(None, None, knobs)
             obs, rewards, terminations, truncations, infos = self._finish_step()
         except PolicyError:
-            self._guard.is_interrupted = driver.give_up_step()  # where nobody stepped, the same step can be tried again
+            self._guard.is_interrupted = driver.give_up_step()  # if no environment stepped, the step can be retried
             raise
         ended = (terminations | truncations) & infos.get("transition_valid", True)
         collector.look_at(infos, bool(ended.any()))
         return obs, rewards, terminations, truncations, {**infos, **acted_infos(driver.acted, self.num_envs)}
 
     def render(self) -> tuple[Any, ...]:
-        """One frame per environment."""
+        """Return one frame per environment."""
         return self.call("render")
 
     def call(
@@ -185,7 +185,7 @@ class ClusterEnv(AsyncCalls):
         """Call a method (or read an attribute) of every environment, or of those of `slots`, in that order.
 
         With `sticky=True` the call is repeated on every later incarnation of these slots. `sticky` and `slots` are not
-        passed on: where the method has a parameter of that name, give it by position.
+        passed on: if the method has a parameter of that name, pass it by position.
         """
         return self._call("call", name, args, kwargs, slots, sticky)
 
@@ -214,9 +214,9 @@ class ClusterEnv(AsyncCalls):
     def set_attr(
         self, name: str, values: list[Any] | tuple[Any, ...] | Any, slots: Sequence[int] | None = None
     ) -> None:
-        """Set an attribute: one value for all, or a list with one each. Later incarnations get it too.
+        """Set an attribute: one value for all, or a list with one value each. Later incarnations get it too.
 
-        With `slots`, only those environments are touched.
+        With `slots`, set it only in those environments.
         """
         self._guard.check("set_attr")
         expect("set_attr", "name", name, str)
@@ -225,18 +225,18 @@ class ClusterEnv(AsyncCalls):
 
     @uninterrupted
     def scale(self, nodes: int) -> None:
-        """Run on so many nodes from now on, up to the backend's `max_nodes`. `num_envs` stays.
+        """Run on this number of nodes from now on, up to the backend's `max_nodes`. `num_envs` does not change.
 
-        Slots move when the fragment under way is done, whose last row truncates their episodes (`final_obs` has what to
-        bootstrap from), or at once where none is. New nodes take over theirs when they have come; a node that is to go
-        goes when its last slot has moved.
+        Slots move at the end of the current fragment, whose last row truncates their episodes (bootstrap from
+        `final_obs`), or at once if there is none. New nodes take over their slots when they have joined; a node to be
+        removed leaves when its last slot has moved.
         """
         self._guard.check_open("scale")
         expect("scale", "nodes", nodes, int, least=1)
         self._driver.scale(nodes)
 
     def close_extras(self, **kwargs: Any) -> None:
-        """End all workers, within 10 s whatever state they are in."""
+        """End all workers within 10 s, whatever state they are in."""
         teardown = getattr(self, "_teardown", None)
         if teardown is not None:
             teardown()
@@ -248,7 +248,7 @@ class ClusterEnv(AsyncCalls):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # Tuples, one entry per environment, as Gymnasium's own vector environments return them against their base class.
+    # Tuples with one entry per environment, which Gymnasium's vector environments return too, unlike their base class.
     @property  # type: ignore[misc]
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
         """The generator of every environment."""
@@ -278,7 +278,7 @@ class ClusterEnv(AsyncCalls):
 
     @uninterrupted
     def recv(self, min_envs: int | None = None, timeout_s: float | None = None) -> StepResult:
-        """Rows of at least `min_envs` slots (None: all in flight), ascending by slot; `infos["slot"]` names them."""
+        """Return rows of at least `min_envs` slots (None: all in flight), sorted; `infos["slot"]` names the slots."""
         self._guard.check("recv")
         in_flight = int(self._driver.rows.awaited.sum())
         parameters.check_recv(min_envs, timeout_s, in_flight)
@@ -301,19 +301,19 @@ class ClusterEnv(AsyncCalls):
         prefetch: bool = False,
         codec: Codec | None = None,
     ) -> Collector:
-        """Attach a policy: the workers act with it, and `rollout` brings back what happened.
+        """Attach a policy: the workers act with it, and `rollout` returns what they collected.
 
         Args:
             agent: a torch module of a known shape, `TorchPolicy`, `NumpyPolicy`, `RandomPolicy`, or an SB3 algorithm.
-            sync: when changed weights travel; `Always()` unless told.
-            info_keys: keys of the environments' infos to bring back, as `batch.infos`.
-            seed: of the random streams with which actions are sampled, and of the first reset.
-            on_loss: what becomes of a dead worker's unfinished fragment: it is run again ("rerun"), or its columns are
-                flagged invalid ("mask").
-            prefetch: begin the next rollout at once, under the weights at hand, while the learner works.
-            codec: how weights travel: "fp32"; "fp16"; "int8", "int4" or "int2", steps from those that the node has;
-                "auto", the smallest of these that changes the policy by at most a quarter of what `sync` puts up with.
-                None: "auto" on a cluster under `APS`, else "fp32".
+            sync: the rule for sending changed weights; default: `Always()`.
+            info_keys: keys of the environments' infos to return, as `batch.infos`.
+            seed: of the random streams that sample actions, and of the first reset.
+            on_loss: what to do with a lost worker's unfinished fragment: run it again ("rerun"), or flag its columns as
+                invalid ("mask").
+            prefetch: begin the next rollout at once, with the current weights, while the learner works.
+            codec: how weights are encoded: "fp32"; "fp16"; "int8", "int4" or "int2", differences from the weights that
+                the node has; "auto", the smallest of these that changes the policy by at most a quarter of the drift
+                that `sync` tolerates. None: "auto" on a cluster with `APS`, else "fp32".
 
         Example:
             >>> import torch, clusterenv as ce
@@ -333,7 +333,7 @@ class ClusterEnv(AsyncCalls):
         return collector
 
     def _ready_to_collect(self, collector: Collector, call: str) -> None:
-        """Refuse a call of the collector that makes no sense now; reset if nobody has yet."""
+        """Refuse a call of the collector that is not possible now; reset the environments if they never were."""
         self._guard.check(call)
         if self._is_vector:
             raise UsageError("a collector steps environments one by one: Vector(fn) has step(), send() and recv() only")
@@ -343,9 +343,9 @@ class ClusterEnv(AsyncCalls):
     # -- resuming ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later run needs to go on: seeds, incarnations, sticky attributes, the collector's counters.
+        """Return what a later run needs to resume: seeds, incarnations, sticky attributes, the collector's counters.
 
-        Episodes in flight cannot be resumed: a later run begins every slot anew, with seeds not used before.
+        Episodes in flight cannot be resumed: a later run begins a new episode in every slot, with unused seeds.
         """
         self._guard.check_open("state_dict")
         attached = self._driver.weights.attached
@@ -354,7 +354,7 @@ class ClusterEnv(AsyncCalls):
 
     @uninterrupted
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()` of an earlier run; the next `reset()` or `rollout()` begins new episodes."""
+        """Resume from the `state_dict()` of an earlier run; the next `reset()` or `rollout()` begins new episodes."""
         self._guard.check("load_state_dict")
         parameters.check_state(state, self.num_envs)
         self._driver.drain()
@@ -365,13 +365,13 @@ class ClusterEnv(AsyncCalls):
         reason = "resumed; episodes that were in flight begin anew"
         self._events.add(Event("resumed", reason, tuple(range(self.num_envs))), level=logging.INFO)
 
-    # -- looking ----------------------------------------------------------------------------------------------
+    # -- monitoring -------------------------------------------------------------------------------------------
 
     def events(self) -> tuple[Event, ...]:
-        """What happened to environments and workers, newest last (the last 1000)."""
+        """Return the last 1000 events of environments, workers and nodes, newest last."""
         return self._events()
 
     def stats(self) -> dict[str, Any]:
-        """Counters: workers, their process ids, events by kind, slow slots, time per step, incarnations."""
+        """Return counters: workers, their process ids, events by kind, slow slots, time per step, incarnations."""
         self._guard.check_open("stats")
         return self._driver.stats()

@@ -1,4 +1,4 @@
-"""All exceptions: each message says whose fault it is, which slot or worker, and what to do next.
+"""Define all exceptions. Each message says whose fault it is, which slot or worker, and what to do next.
 
 Errors also inherit from the matching built-in or Gymnasium class, so that code written for Gymnasium
 (`except ValueError`, `except ClosedEnvironmentError`) keeps working.
@@ -13,11 +13,11 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 
 
 class ClusterEnvError(Exception):
-    """Root of everything that this package raises on purpose."""
+    """The base class of all errors that this package raises deliberately."""
 
     def __reduce__(self) -> Any:
-        # By default the class is called with `args`, which fails where it has keyword arguments too, and breaks a
-        # process pool whose task raises such an error.
+        # By default, unpickling calls the class with `args` alone. That fails if it has keyword arguments too, and
+        # breaks a process pool whose task raises such an error.
         return _restore, (type(self), self.args, self.__dict__)
 
 
@@ -28,11 +28,11 @@ def _restore(kind: type[ClusterEnvError], args: tuple[Any, ...], attributes: dic
 
 
 class SpecError(ClusterEnvError, ValueError):
-    """An argument is of the wrong kind or value, or the environments do not fit together (a thunk, their spaces)."""
+    """An argument has the wrong type or value, or the environments do not fit together."""
 
 
 class ArgumentTypeError(SpecError, TypeError):
-    """An argument is of a type for which Gymnasium raises TypeError."""
+    """An argument has a type for which Gymnasium raises TypeError."""
 
 
 class SpacesError(SpecError, RuntimeError):
@@ -44,11 +44,11 @@ class ActionError(ClusterEnvError, ValueError):
 
 
 class ActionTypeError(ActionError, TypeError):
-    """The actions are not a batch at all. No environment was stepped."""
+    """The actions are not a batch. No environment was stepped."""
 
 
 class UsageError(ClusterEnvError, RuntimeError):
-    """A call is not possible in this state (step before reset, a step still in flight)."""
+    """The call is not possible in this state (step before reset, a step still in flight)."""
 
 
 class ClosedError(UsageError, ClosedEnvironmentError):
@@ -56,28 +56,28 @@ class ClosedError(UsageError, ClosedEnvironmentError):
 
 
 class PendingCallError(AlreadyPendingCallError, UsageError):
-    """A call came while another one is pending.
+    """A call was made while another one is pending.
 
     Attributes:
-        name: the pending one: "step" (from `send` or `step_async`), "reset", "call", "rollout" or "stream".
+        name: the pending call: "step" (from `send` or `step_async`), "reset", "call", "rollout" or "stream".
     """
 
 
 class NoPendingCallError(NoAsyncCallError, UsageError):
-    """The results of a call were asked for that is not pending.
+    """The results of a call were requested, but no such call is pending.
 
     Attributes:
-        name: the call that would have to be pending: "step" (for `recv` too), "reset" or "call".
+        name: the call that must be pending: "step" (for `recv` too), "reset" or "call".
     """
 
 
 class EnvError(ClusterEnvError, RuntimeError):
-    """The user's environment raised, or returned what its spaces do not allow.
+    """The user's environment raised, or returned values that its spaces do not allow.
 
     Attributes:
         slot: global index of the environment.
         phase: "init", "reset", "step" or "call".
-        remote_traceback: the traceback of the worker, as text.
+        remote_traceback: the worker's traceback, as text.
     """
 
     def __init__(self, message: str, *, slot: int, phase: str, remote_traceback: str = "") -> None:
@@ -88,10 +88,10 @@ class EnvError(ClusterEnvError, RuntimeError):
 
 
 class PolicyError(ClusterEnvError, ValueError):
-    """The policy cannot act here: its shape is not known, its outputs do not fit, or it failed on a worker.
+    """The policy cannot act here: its shape is unknown, its outputs do not fit, or it failed on a worker.
 
     Attributes:
-        remote_traceback: the traceback of the worker, as text, where it failed there.
+        remote_traceback: the worker's traceback, as text, if it failed on a worker.
     """
 
     def __init__(self, message: str, *, remote_traceback: str = "") -> None:
@@ -100,11 +100,11 @@ class PolicyError(ClusterEnvError, ValueError):
 
 
 class CrashLoopError(ClusterEnvError, RuntimeError):
-    """A slot or worker failed again and again; its history is in the message."""
+    """A slot or worker failed too often; the message has its history."""
 
 
 class WorkerLostError(ClusterEnvError, RuntimeError):
-    """A worker died and was not (or could not be) replaced.
+    """A worker died and was not, or could not be, replaced.
 
     Attributes:
         slots: the slots that it ran.
@@ -118,25 +118,25 @@ class WorkerLostError(ClusterEnvError, RuntimeError):
 
 
 class DeadlineError(ClusterEnvError, TimeoutError, multiprocessing.TimeoutError):
-    """A call's deadline passed. The message names who was awaited; the request is still under way."""
+    """A call's deadline passed. The message names the awaited slots or workers; the request is still pending."""
 
 
 class StartError(ClusterEnvError, RuntimeError):
-    """The workers or nodes could not be started. The message names a limit of the machine, or the nodes that are
-    missing and what is known of them."""
+    """The workers or nodes could not be started. The message names a limit of the machine, or the missing nodes with
+    their state."""
 
 
 class JournalError(StartError):
-    """The file that `resume=` names cannot be used: another head has it, it is damaged, or it cannot be written."""
+    """The file that `resume=` names cannot be used: another head uses it, it is damaged, or it cannot be written."""
 
 
 class KeyFileError(ClusterEnvError, OSError):
-    """Others can read a key file, or could have made it: nothing was started with it."""
+    """Other users can read a key file, or could have created it. Nothing was started with it."""
 
 
 class NotPlainError(ClusterEnvError, TypeError):
-    """Something other than plain data was to be sent over the network; the message says where it is."""
+    """A value to send over the network is not plain data; the message says where it is."""
 
 
 class ProtocolError(ClusterEnvError, ValueError):
-    """The other side of a connection sent what the protocol does not allow."""
+    """The peer sent something that the protocol does not allow."""

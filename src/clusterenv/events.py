@@ -1,6 +1,6 @@
-"""Events of the environments, workers and nodes, and everything that this package logs.
+"""Record the events of environments, workers and nodes, and do all logging of this package.
 
-The driver adds events; `ClusterEnv.events()` returns them, and each one is logged once. All logging goes to the
+The head's modules add events; `ClusterEnv.events()` returns them, and each one is logged once. All logging goes to the
 `clusterenv` logger, which shows only warnings unless logging is configured.
 """
 
@@ -19,7 +19,7 @@ output = logging.getLogger("clusterenv.output")
 
 @dataclass(frozen=True)
 class Event:
-    """One fact about a slot or a worker, complete enough to replay the failure."""
+    """One event of a slot, worker or node, with the seed and step needed to replay a failure."""
 
     kind: str
     """"env_error", "worker_lost", "worker_replaced", "worker_moved", "env_rebuilt", "slow", "long_call", "missing_key",
@@ -35,7 +35,7 @@ class Event:
     step: int | None = None
     """Number of the failing `step` call in its episode, from 1; 0: its `reset`. A replay fails in the same call."""
     detail: str = ""
-    """Traceback, faulthandler text, or the last lines that the worker wrote."""
+    """Traceback, faulthandler output, or the last lines that the worker wrote."""
     time_s: float = field(default_factory=time.time)
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Event:
 
 
 class EventLog:
-    """The last `size` events, and how many of each kind there were in all."""
+    """The last `size` events, and the total number of each kind."""
 
     def __init__(self, size: int = 1000) -> None:
         self._events: deque[Event] = deque(maxlen=size)
@@ -69,28 +69,28 @@ class EventLog:
 def emit(level: int, text: str) -> None:
     """Log `text` on the `clusterenv` logger.
 
-    A log that cannot be written (a full disk, a stderr that is closed or replaced) must not end the run.
+    A log that cannot be written (a full disk, a closed or replaced stderr) must not end the run.
     """
     with contextlib.suppress(Exception):
         logger.log(level, text if logger.hasHandlers() else f"clusterenv: {text}")
 
 
 def emit_progress(text: str) -> None:
-    """Show the progress of a wait of seconds: in a log that takes INFO, otherwise on the terminal, if there is one."""
+    """Show the progress of a long wait: in a log that accepts INFO, otherwise on the terminal, if there is one."""
     _show(logger, f"clusterenv: {text}", text, only_on_terminal=True)
 
 
 def emit_output(text: str) -> None:
     """Log a line that an environment printed, marked with its slot, at INFO on the `clusterenv.output` logger.
 
-    Where no log takes INFO it goes to stderr, as a child's output does with `AsyncVectorEnv`: `print` is how
-    environments are debugged. A level above INFO on that logger (or on `clusterenv`) silences it.
+    If no log accepts INFO it goes to stderr, like a child's output with `AsyncVectorEnv`: `print` is how environments
+    are debugged. A level above INFO on that logger (or on `clusterenv`) silences it.
     """
     _show(output, text, text, only_on_terminal=False)
 
 
 def instruct(text: str) -> None:
-    """Tell the user what to do, on stderr, whatever the log takes."""
+    """Tell the user what to do, on stderr, whatever the logging configuration."""
     with contextlib.suppress(Exception):
         if sys.stderr is not None:
             sys.stderr.write(f"{text}\n")
@@ -110,7 +110,7 @@ def _show(log: logging.Logger, plain: str, text: str, *, only_on_terminal: bool)
 
 
 def _spans(slots: tuple[int, ...]) -> str:
-    """(0, 1, 2, 5) → "0-2, 5"."""
+    """Return slots as ranges: (0, 1, 2, 5) → "0-2, 5"."""
     parts: list[str] = []
     start = previous = slots[0] if slots else -1
     for slot in (*slots[1:], None):

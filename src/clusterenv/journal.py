@@ -1,12 +1,12 @@
-"""The journal of a run: a small file from which a restarted script goes on (`ClusterEnv(..., resume=path)`).
+"""Keep the journal of a run: a small file from which a restarted script resumes (`ClusterEnv(..., resume=path)`).
 
-It has what a new head cannot know otherwise: which incarnations may have been used already (their seeds are not used
-again), and where the nodes of the run dial, with which keys. Those who own these facts read them here at the start, and
-write them when they change, which is rare: incarnations are reserved in blocks. The file is replaced whole (written,
-flushed to the disk, renamed), so that it can be read whenever its head is killed. Only its user may read it.
+It stores what a new head cannot know otherwise: which incarnations may have been used (their seeds are not used again),
+and which address the nodes dial, with which keys. The owners of these facts read them at the start, and write them when
+they change, which is rare: incarnations are reserved in blocks. The file is replaced atomically (written, flushed to
+the disk, renamed), so that it is readable whenever its head is killed. Only its owner may read it.
 
-One head has a journal at a time. The lock is of the kind that belongs to a process (`lockf`): a forked child of a head
-that was killed does not keep it. Such locks say nothing within one process, hence `_OPEN`.
+One head uses a journal at a time. The lock belongs to the process (`lockf`), so that a forked child of a killed head
+does not keep it. Such a lock does not exclude a second user within one process, hence `_OPEN`.
 """
 
 from __future__ import annotations
@@ -27,54 +27,54 @@ from clusterenv.errors import JournalError
 from clusterenv.events import Event, EventLog
 
 BLOCK = 64
-"""Incarnations of each slot that are reserved at once: the journal is written when a slot has failed so often."""
+"""Incarnations of each slot that are reserved at once: the journal is written when a slot has failed this often."""
 
 _HEADER = b"clusterenv journal 1 "  # then a checksum in 8 hexadecimal digits, and a newline
 _LARGEST = 1 << 26
-"""Bytes that a journal may have."""
+"""Maximum size of a journal, in bytes."""
 
 _TRIES = 100
-"""How often the lock is tried while heads that end remove its file."""
+"""How often to try the lock while ending heads remove its file."""
 
 _OPEN: set[Path] = set()
-"""Journals of this process."""
+"""Journals that this process has locked."""
 
 _opening = threading.Lock()
 
 
 class ClusterRecord(msgspec.Struct, frozen=True):
-    """Where the nodes of a run dial, and with which keys. The nodes' own secrets are in their key files."""
+    """The address that the nodes of a run dial, and the keys. The nodes' own secrets are in their key files."""
 
     run: str
     folder: str
-    """Of the run, with the key files."""
+    """The run's folder, with the key files."""
     address: str
-    """What nodes dial."""
+    """The address that nodes dial."""
     port: int
-    """That the head listens on."""
+    """The port that the head listens on."""
     public: str
     secret: str
     node_keys: tuple[str, ...]
     """Public keys, in the order of the nodes' numbers."""
     nodes: int
-    """So many the backend asked for."""
+    """Number of nodes that the backend asked for."""
     invited: int
-    """So many take part, as the run was scaled."""
+    """Number of nodes that take part, after scaling."""
 
 
 class _Record(msgspec.Struct):
     incarnations: int = -1
-    """The highest that may have been used, by any slot."""
+    """The highest incarnation that any slot may have used."""
     starts: int = 0
-    """How many heads this run has had."""
+    """Number of heads that this run has had."""
     cluster: ClusterRecord | None = None
 
 
 class Journal:
-    """The journal of this process' run. Raises `JournalError` where another head has it, or it cannot be used.
+    """The journal of this process' run. Raises `JournalError` if another head uses it, or it cannot be used.
 
     Args:
-        path: the file; made where there is none.
+        path: the file; created if it does not exist.
     """
 
     def __init__(self, path: str | os.PathLike[str], events: EventLog) -> None:
@@ -89,15 +89,15 @@ class Journal:
         try:
             found = _read(self.path)
             self.is_resumed = found is not None
-            """Whether an earlier head has used it."""
+            """Whether an earlier head used it."""
             self._record = found or _Record()
             first = self._record.incarnations + 1
             self.cluster = self._record.cluster
-            """Of the head before this one."""
+            """The record of the head before this one."""
             self._record.starts += 1
             self._record.incarnations += BLOCK
             self.incarnations = (first, self._record.incarnations)
-            """The first that no slot has had before, and the last that is reserved for this head so far."""
+            """The first incarnation that no slot has used, and the last one reserved for this head so far."""
             with _storing(self.path):
                 _write(self.path, self._record)
         except BaseException:
@@ -106,40 +106,40 @@ class Journal:
 
     @property
     def starts(self) -> int:
-        """How many heads this run has had, with this one."""
+        """Number of heads that this run has had, including this one."""
         return self._record.starts
 
     def reserve(self, incarnation: int) -> None:
-        """Have no later head use incarnations up to this one.
+        """Reserve incarnations up to this one: no later head uses them.
 
-        A full disk is no reason to end a run that goes well: it is an event, and the next head may repeat some seeds.
+        A full disk must not end a healthy run: it becomes an event, and the next head may repeat some seeds.
         """
         with self._writing:
             self._record.incarnations = max(incarnation, self._record.incarnations)
             self._try_to_store()
 
     def keep_cluster(self, record: ClusterRecord) -> None:
-        """Have a later head listen where this one does. Raises JournalError."""
+        """Store the record with which a later head can listen where this one does. Raises JournalError."""
         with self._writing:
             self._record.cluster = record
             self._store()
 
     def forget_cluster(self) -> None:
-        """Keep no keys: the nodes are gone. A full disk is an event."""
+        """Remove the record and its keys: the nodes are gone. A full disk becomes an event."""
         with self._writing:
             if self._record.cluster is not None:
                 self._record.cluster = None
                 self._try_to_store()
 
     def keep_invited(self, nodes: int) -> None:
-        """Have a later head run on so many nodes. A full disk is an event."""
+        """Store the number of nodes for a later head. A full disk becomes an event."""
         with self._writing:
             if self._record.cluster is not None:
                 self._record.cluster = msgspec.structs.replace(self._record.cluster, invited=nodes)
                 self._try_to_store()
 
     def end(self, is_clean: bool) -> None:
-        """Remove the file of a run that is complete, and leave that of any other for the next head. Idempotent."""
+        """Unlock the journal; remove the file if the run is complete, else keep it for the next head. Idempotent."""
         with self._writing:
             if self._lock >= 0 and os.getpid() == self._owner:
                 if is_clean:
@@ -160,15 +160,15 @@ class Journal:
     def _unlock(self, is_over: bool = False) -> None:
         fd, self._lock = self._lock, -1
         if is_over:
-            _lock_file(self.path).unlink(missing_ok=True)  # before it is released: see `_lock`
+            _lock_file(self.path).unlink(missing_ok=True)  # before releasing the lock: see `_locked`
         os.close(fd)
         _OPEN.discard(self.path)
 
 
 def discard(path: Path, run: str, is_whole: bool) -> str:
-    """Take the keys of this run out of a journal that no head has, or (`is_whole`) remove it; returns what was done.
+    """Remove this run's keys from a journal that no head uses, or (`is_whole`) the journal; return what was done.
 
-    Raises JournalError where a head has it, or it is not to be read.
+    Raises JournalError if a head uses it, or it cannot be read.
     """
     if not path.exists():
         return ""
@@ -176,19 +176,19 @@ def discard(path: Path, run: str, is_whole: bool) -> str:
     try:
         record = _read(path)
         if record is None or record.cluster is None or record.cluster.run != run:
-            return ""  # of another run by now
+            return ""  # it belongs to another run by now
         if is_whole:
             path.unlink()
             return f"journal {path} is removed"
         record.cluster = None
         _write(path, record)
-        return f"journal {path} has no keys any more, and is kept: a script that resumes from it uses other seeds"
+        return f"journal {path} has no keys any more, and is kept: a script that resumes from it uses new seeds"
     finally:
         journal.release(is_whole)
 
 
 class _Held:
-    """The lock of a journal that is looked at, and not used."""
+    """Hold the lock of a journal that is inspected, not used for a run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -207,7 +207,7 @@ class _Held:
 def _write(path: Path, record: _Record) -> None:
     body = msgspec.json.encode(record)
     new = path.with_name(f"{path.name}.new")
-    new.unlink(missing_ok=True)  # of a head that was killed while it wrote
+    new.unlink(missing_ok=True)  # left by a head that was killed while writing
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(_HEADER + b"%08x\n" % zlib.crc32(body) + body)
@@ -216,13 +216,13 @@ def _write(path: Path, record: _Record) -> None:
     new.replace(path)
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(folder)  # the rename too
+        os.fsync(folder)  # makes the rename durable
     finally:
         os.close(folder)
 
 
 def _read(path: Path) -> _Record | None:
-    """Return what is in the file; None where there is none."""
+    """Return the record in the file; None if there is no file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -245,18 +245,18 @@ def _read(path: Path) -> _Record | None:
     header, _, body = data.partition(b"\n")
     try:
         if header != _HEADER + b"%08x" % zlib.crc32(body):
-            raise ValueError("its checksum is wrong" if header.startswith(_HEADER) else "it does not begin as one does")
+            raise ValueError("its checksum is wrong" if header.startswith(_HEADER) else "it has no journal header")
         return msgspec.json.decode(body, type=_Record)
     except ValueError as error:
         raise JournalError(
-            f"journal {path} is damaged, or is no journal: {error}. Nothing was started, and the file is as it was. "
-            "Restore it, or name another file: a run that begins anew may use the same seeds again"
+            f"journal {path} is damaged, or not a journal: {error}. Nothing was started, and the file was not changed. "
+            "Restore it, or name another file: a new run may use the same seeds again"
         ) from None
 
 
 @contextlib.contextmanager
 def _storing(path: Path) -> Any:
-    """Within it, an `OSError` (a disk that is full, or read-only) becomes a `JournalError` that says where."""
+    """Turn an `OSError` (a full or read-only disk) into a `JournalError` that names the file."""
     try:
         yield
     except JournalError:
@@ -273,7 +273,7 @@ def _lock_file(path: Path) -> Path:
 
 
 def _lock(path: Path) -> int:
-    """Return a descriptor that has the lock of this journal. The file is beside it, because a journal is replaced."""
+    """Return a descriptor that holds this journal's lock. It is a separate file because the journal is replaced."""
     with _opening:
         if path in _OPEN:
             raise JournalError(
@@ -299,7 +299,7 @@ def _locked(path: Path) -> int:
             except OSError as error:
                 raise JournalError(
                     f"journal {path.with_suffix('')}: its file system cannot lock files ({error.strerror}), so two "
-                    "heads could use it: name a file on another one"
+                    "heads could use it: name a file on another file system"
                 ) from error
             if _is_same(fd, path):
                 os.ftruncate(fd, 0)
@@ -309,8 +309,8 @@ def _locked(path: Path) -> int:
         finally:
             if fd >= 0:
                 os.close(fd)
-        # Its holder has ended, and removed the file that was opened above: there is another one by now, or none.
-    raise JournalError(f"journal {path.with_suffix('')}: other heads begin and end with it all the time")
+        # The last holder removed the file that was opened above: another one exists by now, or none. Try again.
+    raise JournalError(f"journal {path.with_suffix('')}: could not lock it, other heads keep starting and ending")
 
 
 def _is_same(fd: int, path: Path) -> bool:

@@ -1,10 +1,10 @@
-"""What a learner computes from a `Rollout` before its losses: advantages, targets, weights for stale data.
+"""Compute what a learner needs from a `Rollout` before its losses: advantages, targets, weights for stale data.
 
-A rollout of numpy arrays or (after `batch.torch()`) tensors enters; constants of the same kind leave, without gradient
+Takes a rollout of numpy arrays or (after `batch.torch()`) tensors; returns constants of the same kind, without gradient
 and, as tensors, on the device of `batch.rewards`. Called by learners and examples; pure, and torch is optional.
 
-Arithmetic is float64 in numpy for both kinds: arrays `[T, N]` are small beside observations, and the recursion over T
-would cost an accelerator several kernel launches per row.
+Arithmetic is float64 in numpy for both kinds: arrays `[T, N]` are small compared with observations, and the recursion
+over T would cost an accelerator several kernel launches per row.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Advantages(NamedTuple):
 
     advantages: Any  # [T, N]
     returns: Any  # [T, N], targets of the value function
-    values: Any  # [T, N], what value_fn said of batch.obs
+    values: Any  # [T, N], value_fn of batch.obs
 
 
 def gae(batch: Rollout, value_fn: Callable[[Any], Any], gamma: float = 0.99, lam: float = 0.95) -> Advantages:
-    """Generalised advantage estimation; bootstraps from the true final observation where an episode was truncated.
+    """Return generalised advantage estimates; bootstrap from the true final observation of truncated episodes.
 
-    `value_fn` maps observations `[B, ...]` to values `[B]` or `[B, 1]`. It is asked about `obs`, `last_obs` and
+    `value_fn` maps observations `[B, ...]` to values `[B]` or `[B, 1]`. It is called with `obs`, `last_obs` and
     `final_obs`: T * N + N + K rows, each once.
 
     >>> zeros, no = np.zeros((3, 1)), np.zeros((3, 1), dtype=bool)
@@ -60,7 +60,7 @@ def vtrace(
     c_bar: float = 1.0,
     lam: float = 1.0,
 ) -> Advantages:
-    """V-trace (Espeholt et al. 2018): `returns` are its targets, `advantages` already carry the clipped ratio rho.
+    """Return V-trace (Espeholt et al. 2018): `returns` are its targets, `advantages` include the clipped ratio rho.
 
     `logprobs` `[T, N]` are those of the learner's policy for `batch.actions`; `value_fn` is as for `gae`.
     """
@@ -75,7 +75,7 @@ def vtrace(
 
 
 def behaviour_weights(batch: Rollout, proximal_logprobs: Any, cap: float = 2.0) -> Any:
-    """The weights of decoupled PPO (Hilton et al. 2021): min(cap, pi_prox / pi_behaviour), and 0 where not valid.
+    """Return the weights of decoupled PPO (Hilton et al. 2021): min(cap, pi_prox / pi_behaviour), 0 where not valid.
 
     `proximal_logprobs` are those of the learner's policy as its update starts. The loss of a row is then
     `-weight * min(r * A, clip(r) * A)` with `r = pi / pi_prox`. Works on a flattened batch too.
@@ -86,26 +86,26 @@ def behaviour_weights(batch: Rollout, proximal_logprobs: Any, cap: float = 2.0) 
 
 
 def effective_sample_size(behaviour: Any, logprobs: Any, valid: Any = None) -> float:
-    """(sum w)^2 / (n * sum w^2) of w = pi / pi_behaviour over valid rows: 1 is on-policy, 1/n is one row that counts.
+    """Return (sum w)^2 / (n * sum w^2) of w = pi / pi_behaviour over valid rows: 1 if on-policy, 1/n if one row counts.
 
     `behaviour` is a `Rollout`, or log-probabilities of the shape of `logprobs` (a minibatch, say) with their `valid`,
-    all rows if None. Without a valid row, or if no action is possible any more, the answer is 0.
+    all rows if None. The result is 0 without valid rows, or if the learner's policy gives all actions probability 0.
     """
     if isinstance(behaviour, Rollout):
         if valid is not None:
-            raise SpecError("a Rollout brings its own `valid`; leave the argument out, or pass `batch.logprobs`")
+            raise SpecError("a Rollout brings its own `valid`; omit the argument, or pass `batch.logprobs`")
         behaviour, valid = behaviour.logprobs, behaviour.valid
     mask = np.ones(np.shape(behaviour), dtype=bool) if valid is None else _numpy(valid, bool)
     log_weights = _log_ratio(behaviour, logprobs, mask)[mask]
     if not log_weights.size or np.isneginf(log_weights.max()):
         return 0.0
-    # The ratio does not change with the weights' scale, and with a largest weight of 1 nothing overflows.
+    # The result does not depend on the weights' scale; with a largest weight of 1 nothing overflows.
     weights = np.exp(log_weights - log_weights.max())
     return min(1.0, float(weights.sum() ** 2 / (weights.size * np.square(weights).sum())))
 
 
 class _Steps(NamedTuple):
-    """float64 and bool numpy arrays `[T, N]`; nothing of a row that is not valid but its value."""
+    """The rows as float64 and bool numpy arrays `[T, N]`; rows that are not valid keep only their value."""
 
     rewards: Any
     values: Any
@@ -132,7 +132,7 @@ def _read(batch: Rollout, value_fn: Callable[[Any], Any]) -> _Steps:
     goes_on = valid & ~terminated & ~truncated
     goes_on[:-1] &= valid[1:]
     goes_on[-1:] = False
-    # Selected, not multiplied by a mask: what a lost environment left may be NaN or infinite.
+    # Select with `where` instead of multiplying by a mask: rows of lost environments may be NaN or infinite.
     return _Steps(
         rewards=np.where(valid, _numpy(batch.rewards), 0.0),
         values=values,
@@ -143,8 +143,8 @@ def _read(batch: Rollout, value_fn: Callable[[Any], Any]) -> _Steps:
 
 
 def _evaluate(value_fn: Callable[[Any], Any], obs: Any, num: int) -> Any:
-    """[num] float64."""
-    # A value_fn can only hold tensors if torch was imported; then it may do so on a numpy batch too.
+    """Return the values of these observations, float64 [num]."""
+    # A value_fn may use tensors even for a numpy batch, but only if torch was imported.
     torch = sys.modules.get("torch")
     with torch.no_grad() if torch is not None else nullcontext():
         values = value_fn(obs)
@@ -156,7 +156,7 @@ def _evaluate(value_fn: Callable[[Any], Any], obs: Any, num: int) -> Any:
 
 
 def _accumulate(steps: _Steps, deltas: Any, decay: Any) -> Any:
-    """x[t] = deltas[t] + decay[t] * x[t + 1], the second term only where the episode goes on; 0 where not valid."""
+    """Return x[t] = deltas[t] + decay[t] * x[t + 1], the second term only within an episode; 0 where not valid."""
     deltas = np.where(steps.valid, deltas, 0.0)
     decay = np.where(steps.goes_on, decay, 0.0)
     for t in range(len(deltas) - 2, -1, -1):
@@ -170,14 +170,14 @@ def _advantages(batch: Rollout, steps: _Steps, advantages: Any, returns: Any) ->
 
 
 def _log_ratio(behaviour: Any, logprobs: Any, valid: Any) -> Any:
-    """log(pi / pi_behaviour) in float64, 0 where not valid."""
+    """Return log(pi / pi_behaviour) in float64, 0 where not valid."""
     shape = tuple(np.shape(behaviour))
     if valid.shape != shape:
         raise SpecError(f"valid is {list(valid.shape)} but the behaviour's log-probabilities are {list(shape)}")
     new = np.where(valid, _numpy(_shaped(logprobs, shape, "logprobs", "one number per row of the batch")), 0.0)
     old = np.where(valid, _numpy(behaviour), 0.0)
     if not np.isfinite(old).all():
-        raise SpecError("a valid row's behaviour log-probability is not finite: the acting policy recorded a wrong one")
+        raise SpecError("a valid row's behaviour log-probability is not finite: the acting policy recorded it wrongly")
     if not (new < np.inf).all():
         raise SpecError("a valid row's log-probability under the learner's policy is NaN or +inf; check its network")
     return new - old
@@ -199,16 +199,16 @@ def _shaped(array: Any, shape: tuple[int, ...], name: str, hint: str = "as rewar
 def _numpy(array: Any, dtype: Any = np.float64) -> Any:
     if hasattr(array, "detach"):
         array = array.detach().cpu()
-        # numpy knows no bfloat16; cast on the host, as not every device knows float64.
+        # numpy has no bfloat16; cast on the host, as not every device supports float64.
         array = (array.double() if array.is_floating_point() else array).numpy()
     return np.asarray(array, dtype=dtype)
 
 
 def _like(example: Any, array: Any) -> Any:
-    """As a tensor like `example`, if that is one."""
+    """Return the array, as a tensor on the same device if `example` is a tensor."""
     if isinstance(example, np.ndarray):
         return array
     import torch
 
-    # The dtype of integer rewards would round.
+    # An integer dtype (of the rewards) would round.
     return example.new_tensor(array, dtype=example.dtype if example.is_floating_point() else torch.float32)

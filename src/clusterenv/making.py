@@ -18,14 +18,14 @@ _GYMNASIUMS = {
     "vector_kwargs": "write its entries as arguments of make_vec.",
     "wrappers": "write ClusterEnv(lambda: Wrapper(gym.make(id)), num_envs).",
 }
-"""What `gymnasium.make_vec` takes and this one does not."""
+"""Arguments of `gymnasium.make_vec` that this one does not have, and what to write instead."""
 
 
 def make_vec(id: str | EnvSpec, num_envs: int = 1, **kwargs: Any) -> ClusterEnv:
-    """Make a `ClusterEnv`: arguments that it does not have go to the environment.
+    """Make a `ClusterEnv`, and pass arguments that it does not have to the environment.
 
-    A name that is nearly one of ours is refused, unless the environment's constructor has it; arguments for a
-    constructor that takes `**kwargs` can go into `env_kwargs`.
+    A name that is nearly one of ours is refused, unless the environment's constructor has it; pass arguments for a
+    constructor that takes `**kwargs` in `env_kwargs`.
 
     Example:
         >>> import clusterenv as ce

@@ -1,7 +1,7 @@
-"""What to do when an environment or a worker fails: the user's choices, and the pure decision made from them.
+"""Decide when to retry after an environment or a worker fails, from the user's options. Pure.
 
-`Recovery` is data. `RestartBook` takes failures with a clock and answers how long to wait before the next
-attempt, or raises `CrashLoopError`. Neither starts, kills nor sleeps.
+`Recovery` holds the options. `RestartBook` takes failures with their times, and returns when the next attempt may
+start, or raises `CrashLoopError`. Neither starts or kills processes, or sleeps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Recovery", "RestartBook"]
 
 @dataclass(frozen=True)
 class Recovery:
-    """Choices for faults.
+    """Options for failures of environments and workers.
 
     Example:
         >>> from clusterenv import Recovery
@@ -28,17 +28,17 @@ class Recovery:
 
     on_error: Literal["restart", "raise"] = "restart"
     """"restart": the failed slot ends its episode as truncated and invalid, and starts again.
-    "raise": the call raises; the slot is started again by the next reset."""
+    "raise": the call raises; the next reset starts the slot again."""
     init_timeout_s: float | None = 600.0
     """Longest time that building one environment may take; None: no limit."""
     reset_timeout_s: float | None = 600.0
     """Longest time for one `reset` of one environment."""
     step_timeout_s: float | None = 600.0
-    """Longest time for one `step` of one environment, one method that `call` calls, one forward pass of the policy. The
-    worker is killed and replaced after it."""
+    """Longest time for one `step` of one environment, one method called by `call`, or one forward pass of the policy.
+    After it, the worker is killed and replaced."""
     warn_after_s: float | None = 30.0
     """Warn, with slot and line, when one call of an environment takes longer, and again after twice that time; None:
-    never. A signal asks the worker for the line: a `poll` or `nanosleep` of the simulator's own may return EINTR."""
+    never. A signal asks the worker for the line: the simulator's own `poll` or `nanosleep` may return EINTR."""
     recovery_timeout_s: float = 600.0
     """Longest wait for a replacement, before `WorkerLostError`."""
     max_restarts: int = 5
@@ -67,14 +67,14 @@ class Recovery:
 
 
 class RestartBook:
-    """Failures per subject (a slot or a worker) within the window."""
+    """Track the failures of each subject (a slot or a worker) within the window."""
 
     def __init__(self, recovery: Recovery) -> None:
         self._recovery = recovery
         self._failures: defaultdict[str, deque[tuple[float, str]]] = defaultdict(deque)
 
     def failed(self, subject: str, reason: str, now_s: float) -> float:
-        """Note a failure; return the time at which the next attempt may start."""
+        """Record a failure; return the time at which the next attempt may start."""
         recovery = self._recovery
         history = self._failures[subject]
         while history and history[0][0] < now_s - recovery.restart_window_s:

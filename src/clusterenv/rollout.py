@@ -1,4 +1,4 @@
-"""`Rollout`: what a collector returns, `[T, N, ...]` with version, validity and true final observations.
+"""Define `Rollout`, which a collector returns: arrays `[T, N, ...]`, versions, validity, true final observations.
 
 Made by `engine/collecting/assembly.py` from fragments; read by learners and by `learning.py`.
 """
@@ -28,7 +28,7 @@ class Episodes:
     returns: Any = field(default_factory=lambda: np.zeros(0))  # [E]
     lengths: Any = field(default_factory=_no_ints)  # [E]
     infos: list[dict[str, Any]] = field(default_factory=list)
-    """The info of each last step."""
+    """The info of each episode's last step."""
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -41,7 +41,7 @@ class Episodes:
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """Whole episodes, in the order of their seeds."""
+    """The results of complete episodes, in the order of their seeds."""
 
     returns: Any  # [E]
     lengths: Any  # [E]
@@ -66,7 +66,7 @@ class Evaluation:
         from PIL import Image
 
         if not self.frames:
-            raise UsageError("nothing was recorded: evaluate(..., record=1)")
+            raise UsageError("no episode was recorded: call evaluate(..., record=1)")
         first, *rest = [Image.fromarray(frame) for frame in self.frames[episode]]
         first.save(path, save_all=True, append_images=rest, duration=round(1000 / fps), loop=0)
 
@@ -80,12 +80,12 @@ class Receipt(NamedTuple):
     lag: int
     """Versions between the one that acted and the newest."""
     drift: float | None
-    """Mean divergence of the acting policy from the newest when this was handed over; None: the rule measures none."""
+    """Mean divergence of the acting policy from the newest at delivery; None if the rule does not measure it."""
     drift_se: float | None
 
 
 class Transitions(NamedTuple):
-    """Valid transitions only, flat: row i of every array belongs together."""
+    """Valid transitions only, flattened: row i of every array is one transition."""
 
     obs: Any
     actions: Any
@@ -107,26 +107,26 @@ class Rollout:
     `obs` (and `last_obs`, `final_obs`) have the structure of the observation space: an array, a dict, a tuple.
     """
 
-    obs: Any  # [T, N, ...]; obs[t] is what actions[t] was chosen on
+    obs: Any  # [T, N, ...]; actions[t] was chosen for obs[t]
     actions: Any  # [T, N, ...]
     rewards: Any  # [T, N] float64
     terminations: Any  # [T, N] bool
     truncations: Any  # [T, N] bool
-    logprobs: Any  # [T, N] float32, with which the action was really sampled
-    versions: Any  # [T, N] int64, the policy that acted
-    valid: Any  # [T, N] bool; False where an environment was lost: select by it, and learn nothing from other rows
+    logprobs: Any  # [T, N] float32, log-probability with which the action was sampled
+    versions: Any  # [T, N] int64, version of the acting policy
+    valid: Any  # [T, N] bool; False where an environment was lost: do not learn from those rows
     episode_starts: Any  # [T, N] bool; obs[t] is the first of its episode
-    last_obs: Any  # [N, ...]; after row T-1, of the running episode
+    last_obs: Any  # [N, ...]; after row T-1, of the current episode
     final_obs: Any  # [K, ...]; the true last observation of each episode that ended
     final_at: Any  # [K, 2] int; its (t, n)
     slots: Any  # [N] int, ascending
-    infos: dict[str, Any] = field(default_factory=dict)  # key -> [T, N, ...], with "_key" masks as Gymnasium has them
+    infos: dict[str, Any] = field(default_factory=dict)  # key -> [T, N, ...], with "_key" masks as in Gymnasium
     episodes: Episodes = field(default_factory=Episodes)
     action_masks: Any = None  # [T, N, actions] bool, where the policy has masks
     initial_state: Any = None  # pytree [N, ...], recurrent state before row 0
     receipts: tuple[Receipt, ...] = ()
-    incarnations: Any = None  # [N] int; a slot whose environment was lost goes on with the next number
-    sequence: Any = None  # [N] int; how many fragments of this slot came before
+    incarnations: Any = None  # [N] int; increases when a slot's environment is lost
+    sequence: Any = None  # [N] int; number of earlier fragments of this slot
 
     @property
     def num_steps(self) -> int:
@@ -137,7 +137,7 @@ class Rollout:
         return int(self.rewards.shape[1])
 
     def __repr__(self) -> str:
-        """Shapes and counts, for a look at a batch; the arrays print themselves."""
+        """Return shapes and counts, without the arrays' values."""
         size = int(np.prod(self.rewards.shape))
         invalid = size - int(self.valid.sum())
         first, last = (int(self.versions.min()), int(self.versions.max())) if size else (-1, -1)
@@ -153,7 +153,7 @@ class Rollout:
         return f"Rollout({', '.join(parts)})"
 
     def next_obs(self) -> Any:
-        """[T, N, ...]: the observation after each step; of the same episode, also where it ended."""
+        """Return the observation after each step, [T, N, ...]; always of the same episode, even where it ended."""
         when, who = self.final_at[:, 0], self.final_at[:, 1]
 
         def shift(obs: Any, last: Any, final: Any) -> Any:
@@ -165,7 +165,7 @@ class Rollout:
         return map_arrays(shift, self.obs, self.last_obs, self.final_obs)
 
     def transitions(self) -> Transitions:
-        """Return the valid (s, a, r, s', terminated) rows, flat, for a replay buffer."""
+        """Return the valid (s, a, r, s', terminated) rows, flattened, for a replay buffer."""
         keep = self.valid.reshape(-1)
 
         def rows(values: Any) -> Any:
@@ -180,12 +180,12 @@ class Rollout:
         )
 
     def flatten(self) -> Rollout:
-        """Return the same rows with time and environments in one axis [T * N, ...]; other arrays stay."""
+        """Return the same rows with time and environments in one axis [T * N, ...]; other arrays are unchanged."""
         names = "obs actions rewards terminations truncations logprobs versions valid episode_starts infos action_masks"
         return replace(self, **{name: map_arrays(_flat, getattr(self, name)) for name in names.split()})
 
     def torch(self, device: Any = None) -> Rollout:
-        """Return this with numeric arrays as tensors on `device`; float64 becomes float32, as learners expect."""
+        """Return a copy with numeric arrays as tensors on `device`; float64 becomes float32, as learners expect."""
         import torch
 
         def convert(values: Any) -> Any:
@@ -201,7 +201,7 @@ class Rollout:
 
 
 def map_arrays(function: Callable[..., Any], first: Any, *others: Any) -> Any:
-    """Apply `function` to the leaves of dicts, tuples and lists of the same structure; None stays."""
+    """Apply `function` to the leaves of dicts, tuples and lists of the same structure; None stays None."""
     if first is None:
         return None
     if isinstance(first, dict):
@@ -212,7 +212,7 @@ def map_arrays(function: Callable[..., Any], first: Any, *others: Any) -> Any:
 
 
 def shape_of(values: Any) -> str:
-    """Return dtype and shape of an array or tensor, or of each in a dict or tuple."""
+    """Return the dtype and shape of an array or tensor, or of each one in a dict or tuple, as text."""
     if isinstance(values, dict):
         return "{" + ", ".join(f"{key!r}: {shape_of(value)}" for key, value in values.items()) + "}"
     if isinstance(values, (tuple, list)):
@@ -221,7 +221,7 @@ def shape_of(values: Any) -> str:
 
 
 def _flat(values: Any) -> Any:
-    """[T, N, ...] to [T * N, ...]."""
+    """Reshape [T, N, ...] to [T * N, ...]."""
     return values.reshape(-1, *values.shape[2:])
 
 

@@ -1,6 +1,6 @@
-"""What to build: an id with kwargs, thunks, or a vector factory, as bytes that a worker can unpack.
+"""Describe the environments to build (an id with kwargs, thunks, a vector factory) as bytes that a worker can unpack.
 
-`blueprint` makes a `Blueprint` of the first argument of `ClusterEnv`; workers read it with `load_makers`.
+`blueprint` makes a `Blueprint` from the first argument of `ClusterEnv`; workers read it with `load_makers`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from clusterenv.errors import SpecError
 
 @dataclass(frozen=True)
 class Vector:
-    """A factory `fn(num_envs, seeds)` of a VectorEnv that one worker runs whole (EnvPool and friends).
+    """A factory `fn(num_envs, seeds)` of a VectorEnv that one worker runs as a whole (EnvPool and others).
 
     `seeds` holds one int per environment, different for every slot of the run.
     """
@@ -40,19 +40,19 @@ class Vector:
 
 
 class Delivered(NamedTuple):
-    """The user's own packages on a node, without those that Python finds there by itself."""
+    """The user's own packages on a node, except those that Python finds there by itself."""
 
     folders: dict[str, str]
-    archive: bytes  # of those that the head had to send
+    archive: bytes  # the packages that the head had to send
 
 
 ObservationMode = Literal["same", "different"] | tuple[Space[Any], Space[Any]]
-"""All slots have one observation space, or spaces of one shape and dtype; or the pair (batched, single) to use."""
+"""One observation space for all slots, or different spaces of one shape and dtype; or the pair (batched, single)."""
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """How to build every slot's environment, ready to travel."""
+    """How to build every slot's environment, ready to send."""
 
     num_envs: int
     payload: bytes  # a pickled `_Payload`; or JSON (`is_named`)
@@ -61,7 +61,7 @@ class Blueprint:
     is_named: bool = False  # the payload is an id and keyword arguments, for nodes that take no code
     packages: tuple[sources.Package, ...] = ()
     """The user's own packages that the payload names, for nodes that may not have them."""
-    delivered: Delivered | None = None  # on a node: where it finds those that it does not have installed
+    delivered: Delivered | None = None  # on a node: where to find those packages that it does not have installed
     observation_mode: ObservationMode = "same"
 
 
@@ -76,11 +76,11 @@ class MakeFromSpec:
     kwargs: Mapping[str, Any]
 
     def __call__(self) -> gym.Env[Any, Any]:
-        # Gymnasium's passive checker is one more wrapper in every step; the worker has checks of its own.
+        # Gymnasium's passive checker would be one more wrapper in every step; the worker has its own checks.
         return gym.make(self.spec, **{"disable_env_checker": True, **self.kwargs})
 
     def with_frames(self) -> gym.Env[Any, Any]:
-        """The same environment, rendered to images."""
+        """Make the same environment, rendered to images."""
         return gym.make(self.spec, **{"disable_env_checker": True, **self.kwargs, "render_mode": "rgb_array"})
 
 
@@ -91,13 +91,13 @@ def blueprint(
     is_remote: bool = False,
     allow_pickle: bool = True,
 ) -> Blueprint:
-    """Return the `Blueprint` of what the user passed. Raises SpecError where something is wrong with it.
+    """Return the `Blueprint` for the user's arguments. Raises SpecError if they are invalid.
 
-    `is_remote`: it is sent to machines that may not have the user's files. `allow_pickle=False`: to machines that take
-    no code, so it has to be an id and plain arguments.
+    `is_remote`: it is sent to machines that may not have the user's files. `allow_pickle=False`: these machines accept
+    no code, so `env` must be an id with plain arguments.
     """
     expect("ClusterEnv", "num_envs", num_envs, int | None, least=1)
-    num_envs = None if num_envs is None else int(num_envs)  # numpy's integers are no plain data
+    num_envs = None if num_envs is None else int(num_envs)  # numpy's integers are not plain data
     expect("ClusterEnv", "env_kwargs", env_kwargs, Mapping[str, Any] | None)
 
     if not allow_pickle:
@@ -147,7 +147,7 @@ _FACE = ("reset", "step", "observation_space", "action_space")
 
 
 def refuse_other(made: Any, maker: Callable[..., Any]) -> None:
-    """Raise SpecError where a function of the user's returned no environment."""
+    """Raise SpecError if the user's function returned something other than an environment."""
     if isinstance(made, VectorEnv):
         got, hint = "a vector environment", "pass one function per environment, or ClusterEnv(Vector(fn), num_envs=...)"
     elif made is None:
@@ -173,7 +173,7 @@ def constructor_takes(env: str | EnvSpec, name: str) -> bool:
     try:
         creator = load_env_creator(entry) if isinstance(entry, str) else entry
         own = inspect.signature(creator).parameters if callable(creator) else {}
-    except (ImportError, AttributeError, TypeError, ValueError):  # found out when an environment is made
+    except (ImportError, AttributeError, TypeError, ValueError):  # reported when an environment is made
         return False
     return name in own or name in inspect.signature(gym.make).parameters
 
@@ -181,19 +181,19 @@ def constructor_takes(env: str | EnvSpec, name: str) -> bool:
 def _named(env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | None) -> Blueprint:
     if not isinstance(env, str):
         raise SpecError(
-            "allow_pickle=False: nodes take no code, so env has to be an id that they know "
+            "allow_pickle=False: nodes accept no code, so env has to be an id that they know "
             '("package:Name-v0" imports the package there)'
         )
     spec = _resolve(env)
     try:
         payload = json.dumps({"id": env, "kwargs": dict(env_kwargs or {})}).encode()
     except (TypeError, ValueError) as error:
-        raise SpecError(f"allow_pickle=False: env_kwargs of {env} have to be JSON data: {error}") from None
+        raise SpecError(f"allow_pickle=False: env_kwargs of {env} must be JSON data: {error}") from None
     return Blueprint(num_envs or 1, payload, False, spec, True)
 
 
 def _resolve(env: str | EnvSpec) -> EnvSpec:
-    """Return the spec from the registry of this process, where the user's script has registered its own ids."""
+    """Return the spec from the registry of this process, in which the user's script has registered its own ids."""
     if isinstance(env, EnvSpec):
         return env
     try:
@@ -203,7 +203,7 @@ def _resolve(env: str | EnvSpec) -> EnvSpec:
 
 
 def _find_spec(env: str) -> EnvSpec:
-    """Find an id as `gymnasium.make` does: "module:Name-v0" imports the module, "Name" is its newest version."""
+    """Find an id as `gymnasium.make` does: "module:Name-v0" imports the module, "Name" means the newest version."""
     module, _, name = env.rpartition(":")
     if module:
         importlib.import_module(module)
@@ -215,7 +215,7 @@ def _find_spec(env: str) -> EnvSpec:
 
 
 def _pack(made: Any, what: str, is_remote: bool) -> tuple[bytes, tuple[sources.Package, ...]]:
-    """Pickle what makes the environments, and Gymnasium's registry with it; find the packages that these name."""
+    """Pickle the makers of the environments with Gymnasium's registry, and find the packages that these name."""
     words: set[str] = set()
 
     def pickled(value: Any) -> bytes:
@@ -233,7 +233,7 @@ def _dumps(made: Any, what: str, pickled: Callable[[Any], bytes]) -> bytes:
     try:
         return pickled(made)
     except Exception as error:  # pickling runs user code (__reduce__), which may raise anything
-        if isinstance(made, list):  # which one it was is worth a second try, one by one
+        if isinstance(made, list):  # pickle them one by one, to name the one that fails
             for i, thunk in enumerate(made):
                 _dumps(thunk, f"env[{i}]", pickled)
         raise SpecError(
@@ -251,7 +251,7 @@ def load_makers(
 ) -> list[Callable[[], Any]] | Vector:
     """Read the payload of a `Blueprint`: return one maker per slot, or the vector factory.
 
-    `is_here`: in the process that made the payload, whose registry needs no change.
+    `is_here`: this process made the payload, so its registry needs no change.
     """
     if is_named:
         given = json.loads(payload)
@@ -259,14 +259,14 @@ def load_makers(
             spec = _find_spec(given["id"])
         except gym.error.Error as error:
             raise SpecError(
-                f"{given['id']!r} is not registered on a node, which takes no code from the script "
+                f"{given['id']!r} is not registered on a node, which accepts no code from the script "
                 '(allow_pickle=False): use "package:Name-v0", with a package that is installed there and registers it'
             ) from error
         return [MakeFromSpec(spec, given["kwargs"])] * num_envs
     made, registered = pickle.loads(payload)
     makers = pickle.loads(made)
     if not is_here:
-        # Last: a package that was imported for the makers may have registered what the script replaced.
+        # After loading the makers: a package imported for them may have registered ids that the script replaced.
         registry.install(registered)
     if isinstance(makers, Vector):
         return makers
@@ -280,18 +280,18 @@ def own_spaces(plan: Blueprint) -> tuple[Any, Any]:
     """
     if plan.is_named:
         raise SpecError(
-            "allow_pickle=False: the environment has a space of a class that is not Gymnasium's, and only "
-            "pickle could carry it to the nodes; use Gymnasium's own spaces, or nodes that take code"
+            "allow_pickle=False: the environment has a space of a class that is not Gymnasium's, which can only "
+            "be sent by pickle; use Gymnasium's own spaces, or nodes that accept code"
         )
     makers = load_makers(plan.payload, plan.num_envs, is_here=True)
     if isinstance(makers, Vector):
-        raise SpecError("Vector(fn) takes Gymnasium's own spaces only: a custom one cannot travel from node to head")
+        raise SpecError("Vector(fn) supports only Gymnasium's own spaces: a node cannot send a custom one to the head")
     try:
         env = makers[0]()
-    except Exception as error:  # code of the user's
+    except Exception as error:  # user code may raise anything
         raise SpecError(
             "the environment has a space of a class that is not Gymnasium's, so one environment is made in this "
-            f"process too, which failed: {type(error).__name__}: {error}"
+            f"process too, but that failed: {type(error).__name__}: {error}"
         ) from error
     spaces = (env.observation_space, env.action_space)
     env.close()

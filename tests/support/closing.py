@@ -1,4 +1,4 @@
-"""A head in a process of its own, whose scheduler hangs while it closes."""
+"""Run a head in a separate process, and close it while its scheduler hangs."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ print(time.monotonic() - start, flush=True)
 
 class Closed(NamedTuple):
     seconds: float
-    """That `close` took."""
+    """Duration of `close`."""
     exit_seconds: float
-    """From then until the process had ended."""
+    """Time from the end of `close` to the end of the process."""
     told: str
 
 
 def close_while(
     hanging: Callable[[], contextlib.AbstractContextManager[Any]], backend: Any, num_envs: int, kills: bool = False
 ) -> Closed:
-    """Start a run, close it within this context, and await the end of its process there, or kill it."""
+    """Start a run, close it within the context `hanging`, and there wait for its process to end, or kill it."""
     code = _HEAD.format(backend=backend, num_envs=num_envs)
     pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as head:
@@ -63,7 +63,7 @@ def close_while(
 
 @contextlib.contextmanager
 def stopped(*pids: int) -> Iterator[None]:
-    """These processes do nothing within the block."""
+    """Stop these processes (SIGSTOP) within the block."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:

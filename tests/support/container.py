@@ -1,4 +1,4 @@
-"""A container image of Debian, and podman to run it. The base system is bootstrapped once and kept in a cache folder.
+"""Build a Debian container image, and run it with podman. The base system is bootstrapped once and cached.
 
 Containers see this interpreter and its packages under their own paths, read-only, and use the network of the host.
 """
@@ -27,7 +27,7 @@ MARK = Path("/etc/clusterenv-image")
 
 
 def _call(*command: object, **kwargs: Any) -> str:
-    """Run a command and return its output; raise with what it said on failure."""
+    """Run a command and return its output; raise with its messages on failure."""
     words = [str(word) for word in command]
     done = subprocess.run(words, text=True, capture_output=True, stdin=subprocess.DEVNULL, **kwargs)
     if done.returncode:
@@ -37,7 +37,7 @@ def _call(*command: object, **kwargs: Any) -> str:
 
 
 def install() -> None:
-    """Install what is missing. Needs root, and Debian's packages."""
+    """Install missing packages. Needs root, and Debian's packages."""
     if missing := [package for package, file in PACKAGES.items() if not Path(file).exists()]:
         env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         _call("apt-get", "update", "--quiet", env=env)
@@ -45,7 +45,7 @@ def install() -> None:
 
 
 def base(cache: Path | None = None) -> Path:
-    """Return an archive of a minimal Debian; made on the first call, which takes one or two minutes."""
+    """Return an archive of a minimal Debian; the first call makes it, which takes one or two minutes."""
     cache = cache or default_cache()
     codename = platform.freedesktop_os_release()["VERSION_CODENAME"]  # of this machine, whose libraries fit
     archive = cache / f"debian-{codename}.tar"
@@ -65,13 +65,13 @@ def base(cache: Path | None = None) -> Path:
 
 
 def _mirror(codename: str) -> list[str]:
-    """Return where this machine has its own packages from; nothing: debootstrap knows a place."""
+    """Return this machine's package mirror; empty: debootstrap uses its default."""
     command = ("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", f"Codename: {codename}")
     return _call(*command).split()[:1]
 
 
 class Podman:
-    """Context manager: podman with a storage of its own, which has the image."""
+    """Context manager: podman with a separate storage that contains the image."""
 
     def __enter__(self) -> Podman:
         archive = base()
@@ -88,17 +88,17 @@ class Podman:
         return self
 
     def command(self, mounts: Sequence[Path]) -> list[str]:
-        """Return the words that start a container; what to run in it follows. `mounts` can be read there."""
+        """Return the command that runs a container; append the program. `mounts` are readable there."""
         packages = [path for path in map(Path, sys.path) if path.is_dir()]
         outside = [path for path in packages if not path.is_relative_to(sys.base_prefix)]
         volumes = [f"--volume={path}:{path}:ro" for path in (Path(sys.base_prefix), *outside, *mounts)]
-        # Podman's own defaults are more than root may set in a container that is this machine itself.
+        # Podman's defaults are higher than root may set if this machine is itself a container.
         limits = ["--ulimit=nofile=4096:4096", "--ulimit=nproc=20000:20000"]
         own = ["--rm", "--network=host", "--log-driver=none", f"--cgroup-parent={self._cgroup}", *limits]
         return [*self._podman, "run", *own, *volumes, f"--env=PYTHONPATH={':'.join(map(str, packages))}", IMAGE]
 
     def containers(self) -> list[str]:
-        """Return those that run, or are still there."""
+        """Return the ids of all containers, running or not."""
         return _call(*self._podman, "ps", "--all", "--quiet").split()
 
     def __exit__(self, *_: object) -> None:

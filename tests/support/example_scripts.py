@@ -1,4 +1,4 @@
-"""Running the examples as a reader would, and reading what they print; shared by their tests."""
+"""Run the examples as a reader would, and parse their output; shared by their tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(name: str, *options: object, timeout_s: float = 100.0) -> str:
-    """What it prints; any warning is an error."""
+    """Run an example and return its output; any warning is an error."""
     done = subprocess.run(
         [sys.executable, "-W", "error", str(EXAMPLES / name), *map(str, options)],
         capture_output=True,
@@ -27,7 +27,7 @@ def run(name: str, *options: object, timeout_s: float = 100.0) -> str:
 
 
 def summary(output: str, name: str) -> float:
-    """The number on the line of this name."""
+    """Return the number on the line of this name."""
     match = re.search(rf"^{re.escape(name)} +(-?[\d.]+)", output, re.MULTILINE)
     assert match, output
     return float(match[1])
@@ -42,8 +42,8 @@ def load(name: str) -> ModuleType:
 
 
 def interrupt(name: str, *options: object) -> None:
-    """Ctrl-C after the first line: it must end with 130, and say so without a traceback."""
-    # A session of its own, so that the signal reaches the whole process group as a terminal's Ctrl-C does.
+    """Send Ctrl-C after the first line: the example must exit with 130 and a message, without a traceback."""
+    # In a new session, so that the signal reaches the whole process group, like a terminal's Ctrl-C.
     command = [sys.executable, str(EXAMPLES / name), *map(str, options)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

@@ -1,6 +1,6 @@
-"""Programs with the names of SLURM's, for tests that need no cluster: jobs are processes of this machine.
+"""Fake SLURM programs, for tests without a cluster: jobs are processes of this machine.
 
-A program hangs while there is a file `hang-NAME` in the folder.
+A program hangs while the folder has a file `hang-NAME`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ read -r < {folder}/never
 
 
 def install(folder: Path, monkeypatch) -> Path:
-    """Put them first on PATH; returns the folder that they work in."""
+    """Put the programs first on PATH; return the folder that they work in."""
     import os
 
     (folder / "bin").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Ctrl-C at a chosen line of the code that a call crosses."""
+"""Raise SIGINT at a chosen line of the code that a call executes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _WORKER = str(_PACKAGE / "worker")
 
 
 class LineTrace:
-    """Counts the lines of this package (and of pyzmq) that a call crosses in this thread; strikes at one of them.
+    """Counts the lines of this package and of pyzmq that a call executes in this thread; raises SIGINT at one of them.
 
-    Lines of workers do not count: in the calling process, Ctrl-C within an environment is another matter.
+    Lines of workers do not count: Ctrl-C within an environment in the calling process behaves differently.
     """
 
     def __init__(self, strike_at: int = -1) -> None:
@@ -55,14 +55,14 @@ class LineTrace:
 
 
 def lines_of(call: Callable[[], Any]) -> int:
-    """Return how many lines the call crosses."""
+    """Return the number of lines that the call executes."""
     trace = LineTrace()
     trace.run(call)
     return trace.count
 
 
 class Waits(gym.Env):
-    """A step ends when the test says so; in the calling process only."""
+    """An environment whose step ends when the test sets `gate`; for the calling process only."""
 
     observation_space = gym.spaces.Box(-1, 1, (3,), np.float32)
     action_space = gym.spaces.Discrete(2)

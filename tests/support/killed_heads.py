@@ -1,4 +1,4 @@
-"""Heads in processes of their own, for tests that kill them, and the node agents that outlive them."""
+"""Run heads in separate processes, for tests that kill them, and the node agents that outlive them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ with ce.ClusterEnv(functools.partial(make, sys.argv[2]), 4, backend=backend, res
 
 
 class Run:
-    """Heads and node agents of one run, in this folder."""
+    """Heads and node agents of one run, with files in `folder`."""
 
     def __init__(self, folder: Path, kind: str, nodes: int = 2, lease_s: float = LEASE_S, **options: Any) -> None:
         self.folder, self.ledger, self.journal = folder, folder / "ledger", folder / "journal"
@@ -65,7 +65,7 @@ class Run:
         return head
 
     def begun(self) -> dict[str, list[str]]:
-        """Wait until the last head has stepped; returns its events by kind."""
+        """Wait until the last head has stepped; return its events by kind."""
         head = self.heads[-1]
         assert head.stdout is not None
         line = head.stdout.readline()
@@ -96,7 +96,7 @@ class Run:
         return head.wait(60)
 
     def end(self) -> None:
-        """The last head ends in order."""
+        """End the last head normally."""
         head = self.heads[-1]
         head.communicate("\n", timeout=60)
         assert head.returncode == 0, self.log()
@@ -114,7 +114,7 @@ def run(folder: Path, kind: str, **options: Any) -> Iterator[Run]:
         for agent in it.agents:
             agent.kill()
             agent.wait()
-        for pid in it.pids:  # agents of `Loopback`, which are no children of this process
+        for pid in it.pids:  # agents of `Loopback`, which are not children of this process
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
                 if "--join" in process.cmdline():

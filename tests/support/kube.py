@@ -1,7 +1,7 @@
-"""A real Kubernetes of one node on one Linux box: kubelet, containerd and pods, built from Debian's own source.
+"""Run a real one-node Kubernetes on one Linux machine: kubelet, containerd and pods, built from Debian's source.
 
-All daemons and pods live in a process and a mount namespace of the cluster. The death of its first process ends them
-all, no mount is seen outside, and the fixed folders that they write to (/run, /var/lib, /var/log) are its own.
+All daemons and pods run in their own PID and mount namespaces. The death of the first process there ends them all, no
+mount is visible outside, and the fixed folders that they write to (/run, /var/lib, /var/log) are private.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ NETWORK = "10.88"
 NODE = "localhost"  # the apiserver dials the kubelet by this name
 PAUSE_IMAGE = "clusterenv-pause:1"
 TEST_IMAGE = "clusterenv-test:latest"
-# A kubelet insists on these values, a network plugin on the last. They are shown them, and the machine keeps its own.
+# The kubelet requires these values, a network plugin the last. They see these, while the machine keeps its own.
 TUNABLES = {
     "vm/overcommit_memory": 1,
     "vm/panic_on_oom": 0,
@@ -59,7 +59,7 @@ STOP_TIMEOUT = 30.0
 
 
 def _call(argv: Sequence[object], **kwargs: Any) -> str:
-    """Run a command and return its output; raise with what it said on failure."""
+    """Run a command and return its output; raise with its messages on failure."""
     command = [str(arg) for arg in argv]
     done: subprocess.CompletedProcess[str] = subprocess.run(command, text=True, capture_output=True, **kwargs)
     if done.returncode:
@@ -73,12 +73,12 @@ def _say(text: str) -> None:
 
 
 def default_cache() -> Path:
-    """Where built things are kept."""
+    """Return the folder for built files."""
     return Path(os.environ.get("CLUSTERENV_CACHE") or Path.home() / ".cache/clusterenv")
 
 
 def build(cache: Path | None = None) -> Path:
-    """The folder with the binaries; makes it on the first call, which takes about ten minutes."""
+    """Return the folder with the binaries; the first call builds them, which takes about ten minutes."""
     cache = cache or default_cache()
     folder, work = cache / "kubernetes", cache / "kubernetes.build"
     cache.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def _install(packages: Iterable[str]) -> None:
 
 
 def _enable_sources() -> None:
-    """Name the source half of every package source that is configured, in files of our own beside the others."""
+    """Add the deb-src entry of every configured package source, in separate files."""
     stanzas, lines = [], []
     main = SOURCES.parent / "sources.list"
     for path in [*sorted(SOURCES.iterdir()), *([main] if main.exists() else [])]:
@@ -130,7 +130,7 @@ def _enable_sources() -> None:
 
 
 def _source(work: Path) -> tuple[Path, str]:
-    """Download and unpack the source, where Go looks for it; returns its folder and its version."""
+    """Download and unpack the source where Go looks for it; return its folder and version."""
     packages = work / "packages"
     packages.mkdir(parents=True)
     _enable_sources()
@@ -175,7 +175,7 @@ def _compile(source: Path, version: str, target: Path) -> None:
 
 
 def _api_packages(source: Path) -> list[str]:
-    """The packages whose types belong in the OpenAPI table."""
+    """Return the packages whose types belong in the OpenAPI table."""
     others = {"code-generator", "gengo", "kube-openapi", "sample-apiserver", "sample-cli-plugin", "sample-controller"}
     found = []
     for top in sorted(set(os.listdir(source / "vendor/k8s.io")) - others):
@@ -187,7 +187,7 @@ def _api_packages(source: Path) -> list[str]:
 
 
 def _write_image(path: Path, name: str, entries: Mapping[str, Path | bytes | str | None], **config: Any) -> None:
-    """An image of one layer. An entry: a file to copy, the bytes of one, the target of a link, or None for a folder."""
+    """Write an image of one layer. Each entry is a file to copy, bytes, the target of a link, or None for a folder."""
 
     def add(archive: tarfile.TarFile, at: str, content: Path | bytes | str | None) -> None:
         entry = tarfile.TarInfo(at)
@@ -220,19 +220,19 @@ def _write_image(path: Path, name: str, entries: Mapping[str, Path | bytes | str
 
 
 def _free_ports(count: int) -> list[int]:
-    # Not that of ports.py: this file is also run by itself, in a Python that sees nothing else.
+    # Not from ports.py: this file also runs as a script that can import only the standard library.
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]
 
 
 class KubeCluster:
-    """Context manager: a running cluster; every trace of it is removed on exit, also when this process is killed.
+    """Context manager: a running cluster; every trace of it is removed on exit, even if this process is killed.
 
-    `image` has busybox and nothing else. With `volumes` and `volume_mounts` a pod sees this interpreter, its venv and
-    the project under their own paths, read-only, and the folders of `mounts`, writable; none of them may lie below
-    /run, /var/lib or /var/log. There is no registry: a pod needs ``imagePullPolicy: Never`` or ``IfNotPresent``. Pods
-    can dial `host_address`.
+    `image` has only busybox. With `volumes` and `volume_mounts` a pod sees this interpreter, its venv and the project
+    under their own paths, read-only, and the folders of `mounts`, writable; none of them may be below /run, /var/lib or
+    /var/log. There is no registry: a pod needs ``imagePullPolicy: Never`` or ``IfNotPresent``. Pods can dial
+    `host_address`.
     """
 
     image = TEST_IMAGE
@@ -274,7 +274,7 @@ class KubeCluster:
 
     def __exit__(self, *_: object) -> None:
         try:
-            # A kubelet ends the containers at once, but takes up to ten seconds more to let go of the objects.
+            # A kubelet ends the containers at once, but takes up to ten seconds more to release the objects.
             command = ("delete", "pods", "--all-namespaces", "--all", "--now", "--timeout=3s")
             with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired):
                 self.kubectl(*command, timeout=STOP_TIMEOUT)
@@ -298,12 +298,12 @@ class KubeCluster:
 
     @contextlib.contextmanager
     def stopped(self, name: str) -> Iterator[None]:
-        """This daemon does nothing within the block."""
+        """Stop this daemon (SIGSTOP) within the block."""
         outer = self._daemons[name].pid
         inner = int(Path(f"/proc/{outer}/task/{outer}/children").read_text())
         os.kill(inner, signal.SIGSTOP)
         try:
-            # nsenter stops itself where its child is stopped, and would again if it were continued before it has.
+            # nsenter stops itself after its child is stopped; continued before that, it would stop later and stay so.
             while " T " not in Path(f"/proc/{outer}/stat").read_text():
                 time.sleep(0.01)
             yield
@@ -312,7 +312,7 @@ class KubeCluster:
             os.kill(outer, signal.SIGCONT)
 
     def user(self, name: str) -> Path:
-        """The kubeconfig of a user without any rights; the names were given at the start."""
+        """Return the kubeconfig of one of `users`, who have no rights."""
         if name not in self._users:
             raise KeyError(name)
         return self.folder / f"{name}.kubeconfig"
@@ -332,12 +332,12 @@ class KubeCluster:
             raise RuntimeError("the guard failed; see its message above")
         etcd_port, peer_port, api_port, kubelet_port = _free_ports(4)
         self._write_credentials(api_port)
-        self._start_kubelet(kubelet_port)  # first: it begins with a search for Docker, of five seconds
+        self._start_kubelet(kubelet_port)  # first, because it searches for Docker for five seconds
         self._start_containerd()
         self._start_apiserver(etcd_port, peer_port, api_port)
         self._import_images()
         self._wait("apiserver", lambda: self.kubectl("get", "--raw", "/readyz") == "ok")
-        self._start_controllers()  # they give up where they find no apiserver
+        self._start_controllers()  # after the apiserver: without one they exit
         self._wait("node", self._node_ready)
 
     def _daemon(self, name: str, argv: Sequence[object], flags: Mapping[str, object]) -> None:
@@ -372,7 +372,7 @@ class KubeCluster:
         return "\n".join(f"--- {name}\n" + "\n".join(lines) for name, lines in logs.items())
 
     def _write_credentials(self, api_port: int) -> None:
-        """One certificate, self-signed, for every server and for the apiserver as a client; a token for each user."""
+        """Write one self-signed certificate for all servers and the apiserver as a client, and a token per user."""
         self._key, self._certificate = self.folder / "key.pem", self.folder / "certificate.pem"
         extensions = [
             f"subjectAltName=IP:127.0.0.1,IP:{self.host_address},DNS:{NODE}",
@@ -415,7 +415,7 @@ class KubeCluster:
         network = {"cniVersion": "0.4.0", "name": link, "plugins": [plugin]}
         (self.folder / "cni").mkdir()
         (self.folder / "cni/10-test.conflist").write_text(json.dumps(network))
-        # restrict_oom_score_adj: lowering a score needs a capability that root in a container has not.
+        # restrict_oom_score_adj: lowering a score needs a capability that root in a container lacks.
         (self.folder / "containerd.toml").write_text(
             f"""
             version = 2
@@ -513,7 +513,7 @@ class KubeCluster:
             "volumePluginDir": str(self.folder / "plugins"),
         }
         (self.folder / "kubelet.json").write_text(json.dumps(config))
-        (self.folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # no name is found, and that at once
+        (self.folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # lookups fail, and fail at once
         flags = {
             "config": self.folder / "kubelet.json",
             "kubeconfig": self.kubeconfig,
@@ -538,21 +538,21 @@ class KubeCluster:
 
 
 def _link(folder: Path) -> str:
-    """The name of the bridge that the pods are on."""
+    """Return the name of the bridge of the pods."""
     return "cenvk-" + folder.name[-8:]
 
 
 def _guard(owner: int, folder: Path, pause: str) -> None:
-    """Hold what belongs to the machine until the owner writes a line or dies; then remove it all.
+    """Hold links, cgroups and namespaces until the owner writes a line or dies; then remove them all.
 
-    It is the owner's child and no part of it: it outlives SIGKILL, os._exit (pytest-timeout) and Ctrl-C.
+    It is a child process of the owner, and survives the owner's SIGKILL, os._exit (pytest-timeout) and Ctrl-C.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     link = _link(folder)
     taken = re.findall(rf"inet ({NETWORK}\.\d+)\.", _call(["ip", "address", "show"]))
     address = random.choice(sorted({f"{NETWORK}.{number}" for number in range(256)} - {*taken})) + ".254"
-    fixed = "02:" + ":".join(f"{part:02x}" for part in secrets.token_bytes(5))  # or it changes with the pods that come
+    fixed = "02:" + ":".join(f"{part:02x}" for part in secrets.token_bytes(5))  # else it changes when pods are added
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder)
         _call(["ip", "link", "add", link, "address", fixed, "type", "bridge"])
@@ -584,12 +584,12 @@ def _guard(owner: int, folder: Path, pause: str) -> None:
         stack.callback(kill)
         owner_process = os.pidfd_open(owner)
         print(json.dumps([first, address]), flush=True)
-        if os.getppid() == owner:  # otherwise it is dead, and the number may be another's
+        if os.getppid() == owner:  # otherwise it is dead, and its number may have been reused
             select.select([sys.stdin, owner_process], [], [])
 
 
 def _inside(folder: Path, pause: str) -> str:
-    """The script of the namespaces' first process, which becomes the pause program: that one reaps orphans."""
+    """Return the script of the namespaces' first process, which becomes the pause program and reaps orphans."""
     lines = []
     for hidden in ("run", "var/lib", "var/log"):
         (folder / "root" / hidden).mkdir(parents=True)

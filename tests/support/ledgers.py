@@ -1,4 +1,4 @@
-"""Environments that number their transitions, and who checks the numbers; importable in workers."""
+"""Environments that number their transitions, and a ledger that checks the numbers; importable in workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import clusterenv as ce
 
 
 class Ledger(gym.Env):
-    """Its observation says (slot, life, episode, t); episodes have known lengths and ends."""
+    """An environment whose observation is (slot, life, episode, t); episodes have known lengths and ends."""
 
     observation_space = spaces.Box(-1e6, 1e6, (4,), np.float64)
     action_space = spaces.Discrete(3)
@@ -59,7 +59,7 @@ def nodes_here(envs):
 
 
 class FragmentLedger:
-    """Every fragment of every slot once and in order; each goes on where the last one ended, or with a new episode."""
+    """Checks that a slot's fragments come once and in order, each continuing the last one or starting an episode."""
 
     def __init__(self):
         self.sequence, self.last, self.moved = {}, {}, 0

@@ -1,4 +1,4 @@
-"""A cluster for tests on loopback, whose node agents the test starts, holds back, kills and replaces."""
+"""A loopback cluster for tests, whose node agents the test starts, delays, kills and replaces."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class Agents(AgentProcesses):
-    """`Jobs` on this host. `starts` counts how often each node was started; `change` may return another
-    command, or [] where it has started the node itself."""
+    """`Jobs` on this host. `starts` counts the starts of each node; `change` may return another command, or [] if it
+    started the node itself."""
 
     def __init__(self, plan: Plan, dead_after_s: float, change: Callable[[Agents, int], Any]) -> None:
         super().__init__(plan, dead_after_s)
@@ -68,7 +68,7 @@ class Agents(AgentProcesses):
 
 @dataclass(frozen=True)
 class Loopback(Remote):
-    """A backend over `Agents`; `jobs[0]` and `events[0]` are there once it starts."""
+    """A backend over `Agents`; `jobs[0]` and `events[0]` exist once it starts."""
 
     nodes: int = 2
     change: Callable[[Agents, int], Any] = lambda agents, node: None
@@ -88,7 +88,7 @@ class Loopback(Remote):
         return self.jobs[0]
 
     def count(self, *kinds: str) -> int:
-        """How many events of these kinds there were."""
+        """Return the number of events of these kinds."""
         return sum(event.kind in kinds for log in self.events for event in log())
 
 
@@ -101,7 +101,7 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
 
 @contextlib.contextmanager
 def meanwhile(action: Callable[[], None]) -> Iterator[None]:
-    """Run `action` in a thread; what it raises fails the test."""
+    """Run `action` in a thread during the block; an exception of it fails the test."""
     failures: list[BaseException] = []
 
     def run() -> None:

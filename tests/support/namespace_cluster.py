@@ -1,4 +1,4 @@
-"""Clusters for tests: machines that are network namespaces, with node agents that the test starts there."""
+"""Clusters for tests whose machines are network namespaces, in which the test starts node agents."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class NamespaceJobs:
     ) -> None:
         self.net, self.plan, self.dead_after_s, self.program = net, plan, dead_after_s, program
         self.agents: dict[int, subprocess.Popen[Any]] = {}
-        self.is_full = False  # whether there is no machine to be had
+        self.is_full = False  # whether no machine is free
 
     def look(self) -> dict[int, str]:
         codes = {node: agent.poll() for node, agent in self.agents.items()}
@@ -90,10 +90,10 @@ class Namespaces(Remote):
     nodes: int = field(init=False)
     net: Network
     through_proxy: bool | Literal["each"] = False
-    """Whether nodes dial the head through a proxy on the first one's machine, or each through one on its own."""
+    """Whether all nodes dial the head through one proxy on the first node's machine, or "each" through its own."""
     dead_after_s: float | None = None
     program: tuple[str, ...] = PROGRAM
-    """What Python is to run as the agent."""
+    """Arguments of Python that run the agent."""
     jobs: list[NamespaceJobs] = field(default_factory=list)
     proxies: list[Proxy] = field(default_factory=list)
     start_timeout_s: float = field(default=60.0, kw_only=True)
@@ -120,7 +120,7 @@ class Namespaces(Remote):
 
 
 def pods(cluster: Any, nodes: int = 2, **kwargs: Any) -> ce.Kubernetes:
-    """A backend over the pods of a `KubeCluster`: they see this interpreter and these files, which may be root's."""
+    """Return a backend over pods of a `KubeCluster`, which see this interpreter and these files (perhaps root's)."""
     import os
     import sys
 
@@ -143,7 +143,7 @@ def pods(cluster: Any, nodes: int = 2, **kwargs: Any) -> ce.Kubernetes:
 
 @dataclass(frozen=True)
 class ByHand:
-    """`Manual` as a user has it, and somebody who types its commands on the machines of a `Network`."""
+    """Runs `Manual` like a user, with a thread that runs its commands on the machines of a `Network`."""
 
     net: Network
     folder: Path

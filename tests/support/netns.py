@@ -1,7 +1,7 @@
-"""A head and several machines on one Linux box: network namespaces and breakable links.
+"""Simulate a head and several machines on one Linux machine: network namespaces and breakable links.
 
-Each host has a namespace of its own with one interface, ``eth0``, whose other end is a port of a bridge in one
-further namespace, the switch. Nothing is ever created in the namespace of the caller.
+Each host has its own namespace with one interface, ``eth0``, whose other end is a port of a bridge in a further
+namespace, the switch. Nothing is ever created in the caller's namespace.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def namespaces_problem() -> str | None:
-    """Why namespaces cannot be made here, or None."""
+    """Return why namespaces cannot be made here, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root (set CLUSTERENV_NO_NETNS=1 to skip these tests)"
     missing = [tool for tool in ("ip", "bridge", "tc") if shutil.which(tool) is None]
@@ -41,7 +41,7 @@ def namespaces_problem() -> str | None:
 
 
 class _SkipCondition:
-    """Truth: skip. Raises where namespaces are missing and nobody asked to skip; pytest reports that as a failure."""
+    """True: skip. Raises if namespaces are unavailable and skipping was not requested, which pytest reports."""
 
     def __bool__(self) -> bool:
         if os.environ.get("CLUSTERENV_NO_NETNS") == "1":
@@ -52,7 +52,7 @@ class _SkipCondition:
 
 
 def __getattr__(name: str) -> Any:
-    """The mark requires_namespaces, made on demand: the rest of this file does without pytest."""
+    """Make the mark requires_namespaces on demand: the rest of this file does not need pytest."""
     if name != "requires_namespaces":
         raise AttributeError(name)
     import pytest
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _batch(tool: str, namespace: str | None, lines: Iterable[str], force: bool = False) -> None:
-    """Run many commands in one process; with force, go on after errors and raise none."""
+    """Run many commands in one process; with force, continue after errors and raise none."""
     command = [tool, *(["-n", namespace] if namespace else []), *(["-force"] if force else []), "-batch", "-"]
     done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True)
     if done.returncode and not force:
@@ -73,22 +73,22 @@ def _path(namespace: str) -> Path:
 
 
 def _enter(namespace: str) -> None:
-    """Move the calling thread, and only it, into a new namespace; later links there get no IPv6."""
+    """Move only the calling thread into a new namespace; links made there later get no IPv6."""
     with _path(namespace).open() as file:
         if _libc.setns(file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"setns {namespace}")
     with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
-        # Without IPv6 an idle link is silent, and its counters stand still.
+        # Without IPv6 an idle link is silent, and its counters do not change.
         Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
 
 
 def _program(*args: object) -> list[str]:
-    """The command line that runs this file as a helper."""
+    """Return the command line that runs this file as a helper."""
     return [sys.executable, "-I", "-S", __file__, *map(str, args)]
 
 
 def _kill_inside(namespaces: Iterable[str]) -> None:
-    """SIGKILL every process whose network namespace is one of these: started by us, or by what we started."""
+    """Send SIGKILL to every process in these network namespaces: our children and their descendants."""
 
     def identity(path: str | Path) -> tuple[int, int] | None:
         with contextlib.suppress(OSError):
@@ -107,18 +107,18 @@ def _kill_inside(namespaces: Iterable[str]) -> None:
             raise RuntimeError(f"processes {inside} outlive SIGKILL")
         for pid in inside:
             with contextlib.suppress(ProcessLookupError), os.fdopen(os.pidfd_open(pid)) as process:
-                if identity(f"/proc/{pid}/ns/net") in ours:  # again: the number may have changed hands before the open
+                if identity(f"/proc/{pid}/ns/net") in ours:  # again: the number may have been reused before the open
                     signal.pidfd_send_signal(process.fileno(), signal.SIGKILL)
         time.sleep(0.005)
 
 
 def _remove(namespaces: Sequence[str]) -> None:
-    """Kill what runs in the namespaces and delete those that exist."""
+    """Kill all processes in the namespaces and delete those that exist."""
     existing = [namespace for namespace in namespaces if _path(namespace).exists()]
     try:
         _kill_inside(existing)
     finally:
-        # A socket that a test still holds keeps a nameless namespace alive; its link goes here nevertheless.
+        # A socket that a test still holds keeps a nameless namespace alive; its link is deleted here nevertheless.
         for switch in (namespace for namespace in existing if namespace.endswith("-switch")):
             _batch("ip", switch, [f"link del group {PORT_GROUP}"], force=True)
         _batch("ip", None, [f"netns del {namespace}" for namespace in existing], force=True)
@@ -130,7 +130,7 @@ def _guard(owner: int, namespaces: Sequence[str]) -> None:
     """Wait for the owner's death and clean up after it."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(owner)
-        if os.getppid() == owner:  # otherwise it died before the open, and the number may be another's
+        if os.getppid() == owner:  # otherwise it died before the open, and its number may have been reused
             select.select([descriptor], [], [])
     _remove(namespaces)
     time.sleep(0.2)
@@ -147,8 +147,8 @@ class Host:
         self._mac = f"02:00:00:00:{index >> 8:02x}:{index & 255:02x}"
         self._switch = switch
         self._processes: list[subprocess.Popen[Any]] = []
-        # One thread lives in the namespace until the network closes. Should it end sooner, a child that asked for
-        # PR_SET_PDEATHSIG would be signalled: the kernel takes the thread that forked for the parent.
+        # One thread stays in the namespace until the network closes. If it ended sooner, a child that set
+        # PR_SET_PDEATHSIG would be signalled: to the kernel, the thread that forked is the parent.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=namespace)
 
     def __repr__(self) -> str:
@@ -163,7 +163,7 @@ class Host:
 
         def start() -> subprocess.Popen[Any]:
             process = subprocess.Popen(argv, **kwargs)
-            self._processes.append(process)  # here, where no Ctrl-C can come between
+            self._processes.append(process)  # in this thread, where Ctrl-C cannot interrupt
             return process
 
         return self.call(start)
@@ -184,7 +184,7 @@ class Host:
         self._set_port(forwarding=False)
 
     def link_up(self) -> None:
-        """Undo link_down; TCP goes on with its next retransmission."""
+        """Undo link_down; TCP continues with its next retransmission."""
         self._set_port(forwarding=True)
 
     def _set_port(self, forwarding: bool) -> None:
@@ -193,23 +193,23 @@ class Host:
         _batch("bridge", self._switch, [f"link set dev {self.name} state {state}"])
 
     def unplug(self) -> None:
-        """Take eth0 down: the host has loopback and nothing else."""
+        """Take eth0 down: the host has only loopback."""
         _batch("ip", self.namespace, ["link set eth0 down"])
 
     def ipv6_only(self, address: str) -> None:
-        """Replace the address of eth0 by this one, of a network of 64 bits."""
+        """Replace the address of eth0 by this IPv6 address with a /64 prefix."""
         self.call(Path("/proc/sys/net/ipv6/conf/eth0/disable_ipv6").write_text, "0")
         _batch("ip", self.namespace, ["addr flush dev eth0", f"addr add {address}/64 dev eth0 nodad"])
 
     def limit(self, bytes_per_s: float, direction: Direction = "both") -> None:
-        """Limit the rate of what this host sends ("out"), of what it receives ("in"), or of each."""
+        """Limit the rate at which this host sends ("out"), receives ("in"), or each of them ("both")."""
         rate = round(bytes_per_s)
         burst = max(rate // 100, 2 * 1514)  # tbf drops what exceeds its burst, and splits big frames to the MTU only
         queue = burst + max(rate // 10, CHUNK)
         self._qdisc(f"tbf rate {rate}bps burst {burst} limit {queue}", direction)
 
     def unlimit(self, direction: Direction = "both") -> None:
-        """Remove the limits; without one this does nothing."""
+        """Remove the limits, if any."""
         self._qdisc("noqueue", direction)
 
     def _qdisc(self, kind: str, direction: Direction) -> None:
@@ -219,11 +219,11 @@ class Host:
                 _batch("tc", namespace, [f"qdisc replace dev {device} root {kind}"])
 
     def counters(self) -> tuple[int, int]:
-        """Bytes received and sent by this host's eth0, headers included, as its own kernel counts them."""
+        """Return bytes received and sent by this host's eth0, headers included, as counted by the kernel."""
         return self._count(0)
 
     def packets(self) -> tuple[int, int]:
-        """Packets received and sent, likewise."""
+        """Return packets received and sent by this host's eth0."""
         return self._count(1)
 
     def _count(self, field: int) -> tuple[int, int]:
@@ -233,7 +233,7 @@ class Host:
 
 
 class Network:
-    """Context manager: ``head`` and ``nodes``, joined by a switch; all is removed on exit."""
+    """Context manager: ``head`` and ``nodes``, connected by a switch; everything is removed on exit."""
 
     def __init__(self, nodes: int = 2) -> None:
         self.name = f"cenv-{os.getpid()}-{next(_counter)}"
@@ -258,7 +258,7 @@ class Network:
         self.close()
 
     def _build(self) -> None:
-        # The guard outlives SIGKILL and os._exit of this process (pytest-timeout's thread method), and Ctrl-C.
+        # The guard survives SIGKILL and os._exit of this process (pytest-timeout's thread method), and Ctrl-C.
         self._guard = subprocess.Popen(
             _program("guard", os.getpid(), *self.namespaces),
             stdin=subprocess.DEVNULL,
@@ -277,19 +277,19 @@ class Network:
             bridge.append(f"link set {host.name} master br0 up")
         _batch("ip", self._switch, bridge)
         for host in self._hosts:
-            # Neighbours are fixed: with ARP, a long partition would show as EHOSTUNREACH rather than as silence.
+            # Neighbours are fixed: with ARP, a long partition would cause EHOSTUNREACH instead of silence.
             others = (
                 f"neigh add {o.address} lladdr {o._mac} dev eth0 nud permanent" for o in self._hosts if o is not host
             )
             own = ["link set lo up", "link set eth0 up", f"addr add {host.address}/{SUBNET.prefixlen} dev eth0"]
             _batch("ip", host.namespace, [*own, *others])
-        # The bridge hears of a link some milliseconds later; a SYN lost until then would cost a second.
+        # The bridge notices a link some milliseconds later; a SYN lost until then would cost a second.
         show = ["ip", "-n", self._switch, "-d", "link", "show", "master", "br0"]
         while subprocess.check_output(show, text=True).count("state forwarding") < len(self._hosts):
             time.sleep(0.002)
 
     def close(self) -> None:
-        """Kill what still runs in the namespaces and remove them."""
+        """Kill the processes that still run in the namespaces, and remove them."""
         for host in self._hosts:
             host._thread.shutdown()
         _remove(self.namespaces)

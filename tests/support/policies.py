@@ -1,4 +1,4 @@
-"""Small policies that the tests share."""
+"""Small policies shared by tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def nudge(module, size, generator):
 
 
 def logprob(name, params, actions, space):
-    """Torch's own log-probability of actions under the parameters of a family."""
+    """Return torch's log-probability of actions under the parameters of a family."""
     d = torch.distributions
     params, actions = torch.from_numpy(params).double(), torch.from_numpy(np.asarray(actions))
     if name == "categorical":

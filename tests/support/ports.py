@@ -1,4 +1,4 @@
-"""Ports for the daemons of test clusters."""
+"""Find ports for the daemons of test clusters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody uses at the moment."""
+    """Return ports of loopback that are free at the moment."""
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in held]

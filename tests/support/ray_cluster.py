@@ -1,4 +1,4 @@
-"""A real Ray cluster of several nodes on this machine, on loopback, ended by process id."""
+"""Run a real Ray cluster of several nodes on this machine, on loopback; its processes are ended by id."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMAND = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--num-
 
 
 class RayCluster:
-    """Context manager; `address` is what `ray.init` takes."""
+    """Context manager; pass `address` to `ray.init`."""
 
     def __init__(self, nodes: int = 2) -> None:
         self._nodes = nodes
@@ -26,10 +26,10 @@ class RayCluster:
 
     def __enter__(self) -> RayCluster:
         os.environ.update(
-            RAY_AUTH_MODE="disabled",  # on loopback, for a test; what it was at import time cannot be changed here
-            RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="1",  # several nodes on one loopback address look like that to Ray
+            RAY_AUTH_MODE="disabled",  # a test on loopback; only for the started processes, Ray reads it when imported
+            RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="1",  # Ray takes several nodes on one loopback address for such a cluster
         )
-        # Ray's sockets have long names below it.
+        # The path is short, because Ray's sockets have long names below it.
         self.folder = Path(tempfile.mkdtemp(prefix="ce-ray-"))
         (port,) = free_ports(1)
         self.address = f"127.0.0.1:{port}"
@@ -57,7 +57,7 @@ class RayCluster:
             )
 
     def _await(self, nodes: int) -> None:
-        """Until so many have said that they run; whether Ray knows of them is seen by whoever asks it."""
+        """Wait until this many nodes report that they run; Ray itself may not know of them yet."""
         deadline = time.monotonic() + 60
         logs = list(self.folder.glob("start-*.out"))
         while sum("Ray runtime started" in path.read_text() for path in logs) < nodes:

@@ -1,6 +1,6 @@
-"""Real clusters for tests that ask for them by marker: started before the first of these, ended after the last.
+"""Real clusters for tests that request them by marker: started before the first of these, ended after the last.
 
-Before the tests, because a leak check around each would blame the first one for the cluster.
+They start outside of tests, because the leak check around each test would blame the first one for the cluster.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def start(kinds: set[str]) -> None:
         running["ray"] = _stack.enter_context(RayCluster())
         import ray
 
-        # Once, and not in each test: what it keeps open is no test's leak.
+        # Once, and not in each test: what it keeps open must not count as a test's leak.
         ray.init(running["ray"].address, log_to_driver=False)
         _stack.callback(ray.shutdown)
 
-        class First:  # within a function, so that it travels by value
+        class First:  # within a function, so that it is pickled by value
             def call(self) -> None: ...
 
         first = [ray.remote(First).options(num_cpus=1, scheduling_strategy="SPREAD").remote() for _ in range(4)]
-        ray.get([actor.call.remote() for actor in first])  # and what it opens for the first actors
+        ray.get([actor.call.remote() for actor in first])  # opens what Ray opens for the first actors
         for actor in first:
             ray.kill(actor)
 
@@ -46,7 +46,7 @@ def start(kinds: set[str]) -> None:
 
 
 def daemons() -> set[int]:
-    """Processes of the clusters themselves, which a test may kill and start again."""
+    """Return the processes of the clusters themselves, which a test may kill and restart."""
     return {pid for cluster in running.values() for pid in getattr(cluster, "pids", ())}
 
 

@@ -1,7 +1,8 @@
-"""Does throughput follow `envs.scale`? Run by hand, with nothing else running:
+"""Measure whether throughput follows `envs.scale`. Run by hand, with nothing else running:
 `python tests/support/scale_throughput.py`.
 
-Pods of a quarter of a core each, so that four of them fit on a small machine; no test, because it is about time.
+Pods have a quarter of a core each, so that four of them fit on a small machine. This is not a test, because it
+measures time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main() -> None:
                 envs.scale(nodes=nodes)
                 while nodes_here(envs) != nodes:
                     ledger.take(next(stream))
-                collect(SECONDS / 3)  # until everybody has moved
+                collect(SECONDS / 3)  # until all slots have moved
                 print(f"{nodes} nodes: {collect(SECONDS):,.0f} steps/s", flush=True)
             stream.close()
     print(f"{ledger.moved} slots moved, {sum(ledger.sequence.values())} fragments, none lost or twice")

@@ -1,4 +1,4 @@
-"""Environments that fail now and then and write down their seeds, for runs whose head is killed."""
+"""Environments that fail occasionally and record their seeds, for runs whose head is killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATH = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 
 class Fragile(gym.Env):
-    """Never ends an episode; raises in its `fails_at`-th step."""
+    """An environment with endless episodes that raises in its `fails_at`-th step."""
 
     observation_space = spaces.Box(-1.0, 1.0, (3,), np.float32)
     action_space = spaces.Discrete(2)
@@ -42,5 +42,5 @@ def make(ledger: str, fails_at: int = 0) -> gym.Env:
 
 
 def environment() -> dict[str, str]:
-    """For scripts that import this module."""
+    """Return the environment variables for scripts that import this module."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*_PATH, os.environ.get("PYTHONPATH", "")])}

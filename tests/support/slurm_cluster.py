@@ -1,6 +1,6 @@
-"""A real SLURM on this machine: a controller, an authentication daemon, and nodes that are `slurmd` processes.
+"""Run a real SLURM on this machine: a controller, an authentication daemon, and nodes that are `slurmd` processes.
 
-Everything lies in one temporary folder, listens on loopback, and is ended by process id.
+All files are in one temporary folder; the daemons listen on loopback and are ended by process id.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge"]
 
 
 def install() -> None:
-    """Needs root, and Debian's packages."""
+    """Install missing packages. Needs root, and Debian's packages."""
     if not all(map(shutil.which, ("slurmctld", "slurmd", "sbatch", "munged"))):
         env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         quiet: Any = {"check": True, "stdout": subprocess.DEVNULL, "env": env}
@@ -30,7 +30,7 @@ def install() -> None:
 
 
 class SlurmCluster:
-    """Context manager: `nodes` nodes of two cores each; `SLURM_CONF` names its configuration meanwhile."""
+    """Context manager: `nodes` nodes of two cores each; sets `SLURM_CONF` to its configuration."""
 
     def __init__(self, nodes: int = 4) -> None:
         self.names = [f"node{i + 1}" for i in range(nodes)]
@@ -88,7 +88,7 @@ class SlurmCluster:
         self._daemon("slurmd", "-D", "-N", name, "-f", str(self.folder / "slurm.conf"), label=name)
 
     def kill_node(self, name: str) -> None:
-        """The machine is gone: its daemon, and whatever it runs."""
+        """Kill a node: its daemon, and all that it runs."""
         victims = [self._daemons.pop(name)]
         marks = [f"SLURMD_NODENAME={name}".encode()]
         pids = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdecimal()]
@@ -107,7 +107,7 @@ class SlurmCluster:
             victim.wait()
 
     def _steps_of(self, pid: int) -> str:
-        """The node that a slurmstepd works for: it was started by that node's daemon."""
+        """Return the command line of the daemon that started a slurmstepd, which names its node."""
         try:
             parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
             return Path(f"/proc/{parent}/cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -119,7 +119,7 @@ class SlurmCluster:
         return done.stdout.split()
 
     def queue(self) -> list[str]:
-        """Jobs that wait or run."""
+        """Return the jobs that wait or run."""
         done = subprocess.run(["squeue", "--noheader", "--format=%i %T %j"], capture_output=True, text=True, check=True)
         return done.stdout.splitlines()
 

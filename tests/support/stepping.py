@@ -1,4 +1,4 @@
-"""Steps while something happens to the nodes."""
+"""Step environments while nodes come and go."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def kinds(envs: ce.ClusterEnv) -> list[str]:
 
 
 def joined(envs: ce.ClusterEnv) -> int:
-    """How often a node came."""
+    """Return how often a node joined."""
     return kinds(envs).count("node_joined")
 
 
 def step_until(envs: ce.ClusterEnv, condition: Callable[[], bool], timeout_s: float = 60.0) -> tuple[float, list[int]]:
-    """Step until something is so; returns the seconds that it took, and the lost slots that were told on the way."""
+    """Step until the condition holds; return the seconds that it took, and the slots reported lost on the way."""
     begin, lost = time.monotonic(), []
     while not condition():
         assert time.monotonic() - begin < timeout_s, envs.events()

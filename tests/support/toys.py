@@ -1,4 +1,4 @@
-"""Small environments and comparisons that the tests share; importable in workers."""
+"""Small environments and comparisons shared by tests; importable in workers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gymnasium import spaces
 
 
 def linear(weights: Any, obs: Any) -> Any:
-    """The forward pass of a policy, in a module that does not import torch."""
+    """Run the forward pass of a policy, in a module that does not import torch."""
     return obs @ weights["w"]
 
 
 def same(a: Any, b: Any, where: str = "") -> None:
-    """Equal in structure, types, dtypes and values."""
+    """Assert that both are equal in structure, types, dtypes and values."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         assert isinstance(a, np.ndarray) and isinstance(b, np.ndarray), (where, type(a), type(b))
         assert a.dtype == b.dtype and a.shape == b.shape, (where, a.dtype, b.dtype, a.shape, b.shape)
@@ -42,7 +42,7 @@ def same(a: Any, b: Any, where: str = "") -> None:
 
 
 class SpaceEnv(gym.Env):
-    """Observations drawn from any space by the environment's own generator; infos that come and go."""
+    """An environment that draws observations from any space with its own generator; not every step has all infos."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 7}  # noqa: RUF012
 
@@ -94,7 +94,7 @@ class SpaceEnv(gym.Env):
 
 
 def _number(action: Any) -> float:
-    """Any action as one number."""
+    """Return any action as one number."""
     if isinstance(action, dict):
         return sum(_number(v) for v in action.values())
     if isinstance(action, (tuple, list)):
@@ -105,10 +105,10 @@ def _number(action: Any) -> float:
 
 
 class Trouble(gym.Env):
-    """Counts its steps; does something bad at a chosen step of a chosen episode of its first incarnation.
+    """Counts its steps; fails at a chosen step of its first incarnation.
 
-    The observation is (slot, incarnation seen by this object, episode, t). What went wrong once is remembered in a
-    file, so that the replacement does not repeat it unless `always`.
+    The observation is (slot, incarnation seen by this object, episode, t). A file counts the incarnations, so that the
+    replacement does not fail again unless `always`.
     """
 
     observation_space = spaces.Box(-1e6, 1e6, (4,), np.float64)
@@ -173,7 +173,7 @@ class Trouble(gym.Env):
 
 
 class DiesOnce(gym.Wrapper):
-    """Takes its worker down in the third step, unless it has done so before."""
+    """Ends its worker process in the third step, unless it has done so before."""
 
     def __init__(self, env: gym.Env, marker: Path) -> None:
         super().__init__(env)

@@ -1,4 +1,4 @@
-"""Environments for what Gymnasium asks of vector environments: custom spaces, autoreset, calls."""
+"""Environments for tests of Gymnasium's vector API: custom spaces, autoreset, calls."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Anything(spaces.Space):
         return "abc"[self.np_random.integers(3)]
 
     def contains(self, x: Any) -> bool:
-        return 0 <= x <= 10  # as the one of Gymnasium's tests: of no use for the values that its environment has
+        return 0 <= x <= 10  # like the one in Gymnasium's tests, which does not fit its environment's values
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Anything)
 
 
 class Echo(gym.Env):
-    """Observes what it was asked to do, as a text. An action of `FAIL` raises."""
+    """An environment whose observation is its last call as text. The action `FAIL` raises."""
 
     FAIL = "fail"
 
@@ -47,7 +47,7 @@ class Echo(gym.Env):
 
 
 class History(gym.Env):
-    """Observes one list, which grows with every step."""
+    """An environment whose observation is one list, which grows with every step."""
 
     observation_space = spaces.Sequence(spaces.Discrete(99))
     action_space = spaces.Discrete(2)
@@ -63,7 +63,7 @@ class History(gym.Env):
 
 
 class Counter(gym.Env):
-    """Observes the number of its steps; the reward is the action. An action of `FAIL` raises."""
+    """An environment whose observation is its number of steps, and whose reward is the action. `FAIL` raises."""
 
     FAIL = 9
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
@@ -93,7 +93,7 @@ class Counter(gym.Env):
 
 
 class Gated(Counter):
-    """Waits in every call until there is a file of this name."""
+    """Waits in every call until the file `gate` exists."""
 
     def __init__(self, slot: int, gate: str) -> None:
         super().__init__(slot)

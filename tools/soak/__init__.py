@@ -1,1 +1,1 @@
-"""A long run under random faults whose ledger has to be exact: `python -m tools.soak --minutes 60 --seed 1`."""
+"""A long run under random faults whose ledger must be exact: `python -m tools.soak --minutes 60 --seed 1`."""

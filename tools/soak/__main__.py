@@ -1,4 +1,4 @@
-"""Run a soak: exits with 1, and says the seed, where the ledger is not exact, a call hangs or memory grows."""
+"""Run a soak; exit with 1 and print the seed if the ledger is not exact, a call hangs or memory grows."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tools.soak.run import soak
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=None, help="of the faults; default: a random one, which is printed")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the faults; default: random, and printed")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--nodes", type=int, default=3)
-    parser.add_argument("--every", type=float, default=5.0, help="seconds from fault to fault, on average")
-    parser.add_argument("--loopback", action="store_true", help="processes of this machine, not network namespaces")
-    parser.add_argument("--hostile", action="store_true", help="a node that lies and floods beside three good ones")
+    parser.add_argument("--every", type=float, default=5.0, help="mean number of seconds between faults")
+    parser.add_argument("--loopback", action="store_true", help="use local processes, not network namespaces")
+    parser.add_argument("--hostile", action="store_true", help="run a node that lies and floods beside three good ones")
     parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="for the report, the samples, the plot")
     arguments = parser.parse_args()
-    logging.getLogger("clusterenv").setLevel(logging.CRITICAL)  # thousands of warnings that are meant to come
+    logging.getLogger("clusterenv").setLevel(logging.CRITICAL)  # the faults cause thousands of expected warnings
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     if arguments.hostile:
         found = hostile.run(arguments.minutes, arguments.folder, seed)

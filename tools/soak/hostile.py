@@ -1,7 +1,7 @@
-"""A node with a valid key that lies and floods beside three good ones: what it costs them, and how it ends.
+"""Run a node with a valid key that lies and floods beside three good ones; measure what that costs the good ones.
 
-Windows in which it is asked for one lie after the other alternate with windows in which it behaves; what counts is how
-many rows of the good nodes come in each. Rows come by `stream` and by `send` and `recv` in turn.
+Windows in which it is asked for one lie after the other alternate with windows in which it behaves; the rows that come
+from the good nodes in each are compared. Rows are taken by `stream`, and by `send` and `recv`, in turn.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tools.soak.run import RECOVERY, Watchdog
 NODES = 4
 ENVS_PER_NODE = 2
 GOOD = range(ENVS_PER_NODE * (NODES - 1))
-"""Slots of the good nodes: the hostile one is the last."""
+"""Slots of the good nodes; the hostile node is the last."""
 
 WINDOW_S = 10.0
 PACE_S = 0.005
 """Slow enough that the two sides do not compete for the cores of one test machine."""
 STEPS = 32
 PATIENCE_S = 30.0
-"""A node that is ended joins again, honest, within this time."""
+"""Time within which an ended node must join again, honest."""
 LIMIT_MIB, LEAST_SHARE = 64.0, 0.9
 FLOODS = [("control", name) for name in lying.CONTROL if name not in lying.FOR_GOOD]
 LIES = {
@@ -53,42 +53,42 @@ class Report:
     minutes: float
     where: str
     rows_per_s: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: {"stream": [], "recv": []})
-    """Of the good nodes, in pairs of windows that follow each other: without lies, and with them."""
+    """Of the good nodes, in pairs of consecutive windows: without lies, and with lies."""
     share: float = 0.0
-    """Median over all pairs of the second over the first."""
+    """Median over all pairs of the ratio of the second to the first."""
     shares: dict[str, float] = field(default_factory=dict)
-    """The same for `stream` and for `send` and `recv`."""
+    """The same for `stream` alone, and for `send` and `recv`."""
     head_mib: float = 0.0
-    """Most memory of the head, less what it had after the first window."""
+    """Peak memory of the head, less its memory after the first window."""
     lies: dict[str, int] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
-    """Why the hostile node was ended, and how often."""
+    """Reasons for which the hostile node was ended, with counts."""
     unpunished: list[str] = field(default_factory=list)
-    """Lies after which it was not ended."""
+    """Lies after which the node was not ended."""
     good_lost: int = 0
-    """Times that a good node was lost."""
+    """Number of times that a good node was lost."""
     balance: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
 class Hostile:
-    """Asks the last node for one lie after the other, each when it is there again after the one before."""
+    """Asks the last node for one lie after the other, each when the node has joined again after the previous one."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder, draw = folder, random.Random(seed)
         self._lies = {how: itertools.cycle(draw.sample(lies, len(lies))) for how, lies in LIES.items()}
         self.said: Counter[str] = Counter()
         self.unpunished: list[str] = []
-        """Lies after which it was not ended."""
+        """Lies after which the node was not ended."""
         self._request = folder / f"lie-{NODES - 1}"
         self._lie: str | None = None
         self._sessions = 0
-        """How many it had when it was asked for that lie."""
+        """Number of joins when the current lie was requested."""
         self._said_at: float | None = None
         self._next_look = 0.0
 
     def go_on(self, how: str, count_sessions: Callable[[], int]) -> None:
-        """Ask for another lie, if it is time to; `count_sessions` returns how often nodes have joined so far."""
+        """Request another lie, if it is time to; `count_sessions` returns how often nodes have joined so far."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -109,7 +109,7 @@ class Hostile:
             lying.ask_lie(self._folder, NODES - 1, group, name)
 
     def rest(self) -> None:
-        """Take back what was asked for and not said yet."""
+        """Withdraw a request that was not carried out yet."""
         with contextlib.suppress(FileNotFoundError):
             self._request.unlink()
             self._lie = None
@@ -131,7 +131,7 @@ class Good:
         return int(self._envs.stats()["events"]["node_joined"])
 
     def stream(self, end: float, hostile: Hostile | None) -> int:
-        """Return how many rows of the good nodes came until `end`."""
+        """Stream until `end`; return the number of rows of the good nodes."""
         rows, before = 0, self._collector.stats()["dropped_fragments"]
         stream = self._collector.stream(STEPS, timeout_s=60.0)
         while time.monotonic() < end:
@@ -148,7 +148,7 @@ class Good:
         return rows
 
     def recv(self, end: float, hostile: Hostile | None) -> int:
-        """The same by `send` and `recv`: whichever slots have come back are stepped, so that none waits for another."""
+        """Do the same with `send` and `recv`: step whichever slots are back, so that none waits for another."""
         rows, actions = 0, np.zeros(self._envs.num_envs, np.int64)
         self._envs.send(actions)
         while True:
@@ -159,7 +159,7 @@ class Good:
                 result = self._envs.recv(None if is_last else 1, timeout_s=60.0)
             slots = result[4]["slot"]
             self.ledger.step(actions[slots], result, self._envs.events())
-            if is_last:  # what was in flight: the hostile node's may have to be made anew first
+            if is_last:  # not counted: rows in flight, some of which may have waited for the hostile node's rebuild
                 return rows
             rows += int((slots < len(GOOD)).sum())
             self._envs.send(actions[slots], slots)

@@ -1,4 +1,4 @@
-"""Where a soak runs: machines that are network namespaces, or, without root, processes over loopback."""
+"""Machines for a soak: network namespaces, or, without root, processes over loopback."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Place:
     name: str
     backend: Any
     kinds: tuple[Kind, ...]
-    """What can go wrong here."""
+    """Faults that are possible here."""
     acts: Callable[[], dict[Kind, Any]]
-    """How to do what needs more than processes; once the backend runs."""
+    """Returns functions for faults that need more than processes; call it once the backend runs."""
     lies: Path | None = None
-    """The folder in which nodes look for lies that they are asked for, where they do."""
+    """Folder in which nodes look for requested lies; None: they do not."""
 
 
 def options(workers: int, nodes: int) -> dict[str, Any]:
-    """Return the options of a backend with so many workers over so many nodes, one of which has two shares."""
+    """Return backend options for these numbers; if `workers` is no multiple of `nodes`, one node has two shares."""
     is_even = workers % nodes == 0
     each = workers // nodes if is_even else max(1, workers // (nodes + 1))
     return {
@@ -50,7 +50,7 @@ def options(workers: int, nodes: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def place(workers: int, nodes: int, use_namespaces: bool | None = None) -> Iterator[Place]:
-    """Make the machines. `use_namespaces`: None: where this process may."""
+    """Make the machines; `use_namespaces=None`: namespaces if this process may create them."""
     if use_namespaces is None:
         use_namespaces = os.geteuid() == 0 and os.environ.get("CLUSTERENV_NO_NETNS") != "1"
     if not use_namespaces:
@@ -103,7 +103,7 @@ def _namespaces(workers: int, nodes: int) -> Iterator[Place]:
 
 @contextlib.contextmanager
 def _small_disk(path: Path) -> Iterator[Path]:
-    """Make a file system of its own for keys and logs, so that it can be full."""
+    """Mount a small separate file system for keys and logs, which faults can fill."""
     path.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m,mode=0700", "tmpfs", str(path)], check=True)
     try:
@@ -128,7 +128,7 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 
 def _support(name: str) -> Any:
-    """Import a helper of the tests: the namespaces are theirs."""
+    """Import a helper from tests/support, which has the network namespaces."""
     if str(_SUPPORT) not in sys.path:
         sys.path.insert(0, str(_SUPPORT))
     return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""The soak itself: `step`, `rollout` and `stream` in turn under faults, every row through the ledger."""
+"""Run the soak: `step`, `rollout` and `stream` in turn under faults, with every row checked by the ledger."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tools.soak import samples
 from tools.soak.places import HEARTBEAT_S, MOVE_AFTER_S, Place, place
 
 HANG_S = 90.0
-"""A call that has not returned after so long hangs."""
+"""A call that has not returned after this time counts as hung."""
 
 RECOVERY = ce.Recovery(
     init_timeout_s=30.0,
@@ -37,11 +37,11 @@ RECOVERY = ce.Recovery(
     restart_window_s=600.0,
     backoff_s=(0.05, 1.0),
 )
-"""Faults hit the same few workers again and again, which is no crash loop: hence so many restarts."""
+"""`max_restarts` is high because faults hit the same few workers again and again, which is not a crash loop."""
 
 PHASE_S = 10.0
 STEPS = 32
-"""Of a fragment."""
+"""Steps per fragment."""
 QUEUE = 2
 PACE_S = 0.002
 ENVS_PER_WORKER = 2
@@ -49,7 +49,7 @@ ENVS_PER_WORKER = 2
 
 @dataclass
 class Report:
-    """What a soak has shown; written as JSON."""
+    """Result of a soak; written as JSON."""
 
     seed: int
     minutes: float
@@ -71,7 +71,7 @@ class Report:
 
 
 class Watchdog:
-    """Ends the process when a call takes longer than `HANG_S`; keeps the longest time of each."""
+    """Calls `on_hang` when a call takes longer than `HANG_S`; records the longest time of each call."""
 
     def __init__(self, on_hang: Callable[[str], None]) -> None:
         self.longest_s: dict[str, float] = {}
@@ -104,7 +104,7 @@ class Watchdog:
 
 
 class Learner:
-    """Takes rows in each of the three ways; its policy's action says which version it is."""
+    """Takes rows in each of the three ways; the action of its policy identifies the version."""
 
     def __init__(self, envs: ce.ClusterEnv, folder: Path, seed: int, watch: Watchdog) -> None:
         self.envs, self.watch = envs, watch
@@ -124,7 +124,7 @@ class Learner:
         self.ledger.reset(obs)
 
     def publish(self) -> None:
-        """New weights, which take another action all but always."""
+        """Publish new weights, which take another action with probability almost 1."""
         self._published += 1
         action = self._published % chaos.ACTIONS
         self._weights["w"][:] = -1e4
@@ -238,7 +238,7 @@ def _run(
                         envs.scale(draw.choice((report.nodes, where.backend.max_nodes)))
                 call(_Until(min(end, time.monotonic() + PHASE_S), sampler, learner))
         last = time.monotonic() + 5.0
-        learner.step(lambda: time.monotonic() > last)  # every row that was made has come, or is lost
+        learner.step(lambda: time.monotonic() > last)  # afterwards every row has come or is lost
         report.balance = learner.ledger.check()._asdict()
         report.rows = dict(learner.rows)
     except BaseException:
@@ -251,7 +251,7 @@ def _run(
 
 
 class _Until:
-    """True when it is so late; notes on the way how many rows have come."""
+    """Returns whether `end` has passed; also updates the sampler's number of rows."""
 
     def __init__(self, end: float, sampler: samples.Sampler, learner: Learner) -> None:
         self._end, self._sampler, self._learner = end, sampler, learner

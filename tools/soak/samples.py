@@ -1,4 +1,4 @@
-"""Memory, descriptors and threads of head and node agents, once a second: kept, judged, written and drawn."""
+"""Sample memory, descriptors and threads of head and node agents once a second; judge, write and draw the samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["GROWTH", "Sample", "Sampler", "draw", "growth", "judge", "write"]
 
 
 class Sample(NamedTuple):
-    """One second. Of several agents, the largest."""
+    """One sample; values of agents are the largest among them."""
 
     time_s: float
     head_mib: float
@@ -27,12 +27,12 @@ class Sample(NamedTuple):
     agent_fds: int
     agent_threads: int
     rows: int
-    """That the learner has got so far."""
+    """Rows that the learner has got so far."""
 
 
 GROWTH = {"head_mib": 32.0, "head_fds": 24.0, "head_threads": 12.0}
 GROWTH |= {"agent_mib": 32.0, "agent_fds": 24.0, "agent_threads": 12.0}
-"""How much more than in the second eighth of the run there may be in the last one."""
+"""Allowed growth from the second eighth of the run to the last."""
 
 
 class Sampler(threading.Thread):
@@ -63,7 +63,7 @@ class Sampler(threading.Thread):
 
 
 def _look(process: psutil.Process, word: str | None = None) -> tuple[float, int, int] | None:
-    """Return memory in MiB, descriptors and threads of a process; None: it is gone, or has no such word."""
+    """Return MiB, descriptors and threads of a process; None if it is gone or its command line lacks `word`."""
     try:
         with process.oneshot():
             if word is not None and word not in process.cmdline():
@@ -74,20 +74,20 @@ def _look(process: psutil.Process, word: str | None = None) -> tuple[float, int,
 
 
 def growth(samples: Sequence[Sample], name: str) -> float:
-    """Return the median of the last eighth less that of the second one: what comes after the start is compared."""
+    """Return the median of the last eighth minus that of the second, which leaves out the start."""
     eighth = max(1, len(samples) // 8)
     values = [float(getattr(sample, name)) for sample in samples]
     return statistics.median(values[-eighth:]) - statistics.median(values[eighth : 2 * eighth] or values[:1])
 
 
 def judge(samples: Sequence[Sample]) -> list[str]:
-    """Return what has grown by more than it may."""
+    """Return a line for each value that grew by more than allowed."""
     grown = {name: growth(samples, name) for name in GROWTH} if len(samples) >= 16 else {}
     return [f"{name} grew by {by:.1f}, more than {GROWTH[name]:g}" for name, by in grown.items() if by > GROWTH[name]]
 
 
 def write(samples: Sequence[Sample], path: Path) -> None:
-    """Write them as comma-separated values."""
+    """Write the samples as comma-separated values."""
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(Sample._fields)

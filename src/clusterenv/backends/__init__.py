@@ -1,6 +1,6 @@
-"""Where environments run.
+"""Backends: the places where environments run.
 
-The classes are imported when they are first used, as in `clusterenv` itself, which says where each of them is.
+The classes are imported on first use, through `clusterenv`, which maps each name to its module.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,6 @@
-"""Start a run of any backend over a network: keys, a listening head, nodes, and the driver.
+"""Start a run of any backend over a network: make keys, listen, start the nodes, and return the driver.
 
-The backend's `Jobs` (`contract.py`) start, watch and end node agents; they see no message.
+Called by `Remote.start`. The backend's `Jobs` (`contract.py`) start, watch and end node agents; they see no messages.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from clusterenv.system.teardown import Teardown
 from clusterenv.transport.sockets import listening_on
 from clusterenv.worker.setup import WorkerConfig
 
-_QUIET_S = 2.0  # how long nodes are awaited before progress is logged
+_QUIET_S = 2.0  # how long to wait for nodes before logging progress
 
-_CLEAN_UP_S = 8.0  # how long it may take to end the jobs of a run that could not be started
+_CLEAN_UP_S = 8.0  # time limit for ending the jobs of a run that failed to start
 
-_TRIES = 3  # if a node ends so often before any node has joined, the start fails: they all would
+_TRIES = 3  # the start fails if a node ends this often before any node has joined: the others would end too
 
 _OTHERS_S = 5.0  # how long to wait for further nodes once `min_nodes` have joined
 
@@ -63,7 +63,7 @@ def start(
             f"{most} nodes with {each} workers each are {most * each} workers for {blueprint.num_envs} environments: "
             f"ask for fewer"
         )
-    # A connection for each node, a second one for a moment while it dials, and the sockets of the head.
+    # One connection per node, a second one briefly while it dials, and the head's own sockets.
     allow_open_files(f"{most} nodes", more=2 * most + 24)
     timing = Timing(*remote.heartbeat_s, remote.move_after_s)
     run = _identify(remote, host, most, timing.lease_s, events, journal)
@@ -102,7 +102,7 @@ def start(
         _await(head, address, supervisor, jobs, remote, nodes, blueprint.num_envs)
         head.share_out()
         driver = _make_driver(head, remote, blueprint, mode, recovery, events, stop, journal)
-        head.needed_nodes = 1  # from now on, the others take over whatever a node leaves
+        head.needed_nodes = 1  # from now on, other nodes take over the shards of a lost node
         return driver
     except BaseException:
         clean_up()
@@ -112,7 +112,7 @@ def start(
 def _identify(
     remote: Remote, host: str, most: int, lease_s: float, events: EventLog, journal: Journal | None
 ) -> Identity:
-    """Return that of the last head of this run, where its nodes may still wait for another; else a new one."""
+    """Return the identity of the run's last head if its nodes may still wait for a new head, else a new identity."""
     ports, record = parse_port(remote.port), None if journal is None else journal.cluster
     if record is not None:
         assert journal is not None
@@ -120,7 +120,7 @@ def _identify(
         why = obstacle(record, most, host, ports, address) if remote.can_reattach else "their backend cannot"
         if not why:
             return reopen(record, remote.nodes, lease_s, journal.path, remote.owner_squashed)
-        text = f"the nodes of the last head are not gone on with, and others are started: {why}"
+        text = f"the nodes of the last head cannot be reused, starting new ones: {why}"
         events.add(Event("nodes_not_resumed", text))
         gc.remove(
             [Path(record.folder).parent],
@@ -135,7 +135,7 @@ def _identify(
 
 
 def _write_down(run: Identity, address: str, head: Head, nodes: int, journal: Journal | None) -> None:
-    """Write what nodes need to join, and what a later head needs to be joined by them."""
+    """Write the files that nodes need to join, and the record with which a later head can accept the same nodes."""
     folder, keys, port = run.folder, run.keys, int(head.address.rpartition(":")[2])
     if run.pairs is not None:
         folder.write_keys(address, keys.public, run.pairs)
@@ -174,14 +174,14 @@ def _make_driver(
 
 
 def example_plan(remote: Remote) -> Plan:
-    """Return a plan for `script`, of a run named RUN whose files and address do not exist."""
+    """Return a plan for `script`: a run named RUN, with files and an address that do not exist."""
     folder = run_path(remote.folder, "RUN")
     files = tuple(key_file(folder, node) for node in range(remote.max_nodes or remote.nodes))
     return Plan("RUN", folder, files, remote.heartbeat_s[2], remote.allow_pickle, "tcp://HEAD:PORT")
 
 
 def _launch(remote: Remote, folder: RunFolder, lease_s: float, address: str, closing: threading.Event) -> Jobs:
-    """Return the jobs of the run, after their note is written, by which `clusterenv gc` ends what is left of them."""
+    """Return the jobs of the run, after writing the note from which `clusterenv gc` can end leftover jobs."""
     digests = folder.digests if remote.owner_squashed else ()
     plan = Plan(folder.run, folder.path, folder.files, lease_s, remote.allow_pickle, address, closing, digests)
     jobs = remote.launch(plan)
@@ -192,7 +192,7 @@ def _launch(remote: Remote, folder: RunFolder, lease_s: float, address: str, clo
                 raise SpecError(f"{name}: its jobs have note(), so it needs `name` and collect_garbage(note, deadline)")
             folder.note.add_jobs({remote.name: dict(jobs.note())})
     except BaseException:
-        if isinstance(jobs, ScheduledJobs):  # to close its connections
+        if isinstance(jobs, ScheduledJobs):  # closes its connections
             jobs.stop(time.monotonic() + _CLEAN_UP_S)
         raise
     return jobs
@@ -210,7 +210,7 @@ def _left_behind(folder: RunFolder, left: str, jobs: Jobs | None, lease_s: float
 def _await(
     head: Head, address: str, supervisor: Supervisor, jobs: Jobs, remote: Remote, nodes: int, num_envs: int
 ) -> None:
-    """Wait until every node has joined, or `min_nodes` have and no other does; log who is missing.
+    """Wait until every node has joined, or `min_nodes` have and no further one joins; log the missing nodes.
 
     Jobs that end before their node has joined are started again (`Roster.gone`) until the timeout.
     """
@@ -228,7 +228,7 @@ def _await(
             text = "; ".join(f"node {node} {why}" for node, why in hopeless.items())
             raise StartError(f"{text}{_tails(jobs, list(hopeless))}")
         if here >= head.needed_nodes and (len(hopeless) == len(missing) or time.monotonic() - came > _OTHERS_S):
-            emit_progress(f"beginning with {here} of {nodes} nodes")
+            emit_progress(f"starting with {here} of {nodes} nodes")
             return
         line = f"{here}/{nodes} nodes, {num_envs * here // nodes}/{num_envs} environments, waiting for "
         line += ", ".join(_described(jobs, i, over) for i in missing[:5]) + (" ..." if len(missing) > 5 else "")
@@ -253,7 +253,7 @@ def _hopeless(head: Head, over: Mapping[int, str], missing: Sequence[int]) -> di
     if head.roster.has_met_any:
         return {node: why for node, why in over.items() if isinstance(why, Hopeless)}
     return {
-        node: why if isinstance(why, Hopeless) else f"{why} ({_TRIES} times, and no node has come yet)"
+        node: why if isinstance(why, Hopeless) else f"{why} ({_TRIES} times, and no node has joined yet)"
         for node, why in over.items()
         if isinstance(why, Hopeless) or head.roster.times_asked(node) >= _TRIES - 1
     }

@@ -1,9 +1,9 @@
-"""The contract of a backend, in small protocols.
+"""Define the contract of a backend, as small protocols.
 
-`Backend` is what `ClusterEnv` needs of any backend. Backends over a network derive from `Remote`, which has all of
-that, and add `launch(plan) -> jobs` (`ClusterBackend`). Each further ability of a backend or of its jobs is an optional
+`Backend` is what `ClusterEnv` needs from any backend. Backends over a network derive from `Remote`, which implements
+it, and add `launch(plan) -> jobs` (`ClusterBackend`). Each further ability of a backend or of its jobs is an optional
 protocol. docs/backends.md has an example in one file; `clusterenv.testing.backends` has the tests that every backend
-passes.
+must pass.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ class Backend(Protocol):
         events: EventLog,
         journal: Journal | None = None,
     ) -> Driver:
-        """Make the environments, and return the driver that steps them. `journal`: of `ClusterEnv(resume=...)`."""
+        """Create the environments, and return the driver that steps them. `journal`: from `ClusterEnv(resume=...)`."""
 
 
 @runtime_checkable
 class ClusterBackend(Backend, Protocol):
-    """A backend that starts node agents; derive from `Remote`, which brings all but `launch`."""
+    """A backend that starts node agents; derive from `Remote`, which implements everything but `launch`."""
 
     @property
     def nodes(self) -> int:
         """The number of nodes at the start."""
 
     def launch(self, plan: Plan) -> Jobs:
-        """Return the jobs of a run. Nothing is started yet: `Jobs.start` is called for each node.
+        """Return the jobs of a run without starting any: `Jobs.start` is called later for each node.
 
-        Called once per run, in the user's thread. Raises `StartError` where the scheduler cannot be used from here.
-        `ScheduledJobs.stop` closes what is opened here.
+        Called once per run, in the user's thread. Raises `StartError` if the scheduler cannot be used from here.
+        `ScheduledJobs.stop` closes whatever this opens.
         """
 
 
@@ -79,7 +79,7 @@ class PrintsScript(Protocol):
     """Optional: a backend that submits text, which `clusterenv script NAME` prints."""
 
     def script(self, plan: Plan) -> str:
-        """Return what would be submitted for node 0 of this plan, whose files need not exist. Has no side effects."""
+        """Return the text to submit for node 0 of this plan, whose files need not exist. Has no side effects."""
 
 
 @runtime_checkable
@@ -87,14 +87,14 @@ class CollectsGarbage(Protocol):
     """Optional: a backend whose jobs can outlive a killed head (`LeavesJobs`), until `clusterenv gc` ends them."""
 
     name: ClassVar[str]
-    """Its entry point in the group `clusterenv.backends`, by which `clusterenv gc` finds the class."""
+    """The entry point in the group `clusterenv.backends` through which `clusterenv gc` finds the class."""
 
     @staticmethod
     def collect_garbage(note: Mapping[str, Any], deadline: float) -> str:
-        """End what is left of the run whose jobs wrote this note, by `deadline` (of the monotonic clock).
+        """End what is left of the run whose jobs wrote this note, by `deadline` (monotonic clock).
 
-        Returns one line that says what was ended; what is gone already is no error. Raises `StartError` where something
-        may be left: then the note is kept for the next time.
+        Returns one line that says what was ended; jobs that are already gone are not an error. Raises `StartError` if
+        something may be left: the note is then kept for the next attempt.
         """
 
 
@@ -105,47 +105,47 @@ class Jobs(Protocol):
     """The node agents of one run. A single thread, the supervisor's, calls `start`, `look`, `drop` and `stop`."""
 
     def start(self, node: int) -> None:
-        """Start the agent of this node (`Plan.command`), for the first time or in place of one that is over.
+        """Start the agent of this node (`Plan.command`), for the first time or to replace one that has ended.
 
-        May be slow. If it raises, it is called again some seconds later; in the first starts of a run, the error
-        reaches the user instead.
+        May be slow. If it raises, it is called again some seconds later; during the first starts of a run, the error
+        is raised to the user instead.
         """
 
 
 class Hopeless(str):
-    """The reason why a job is over (`ScheduledJobs.look`), if starting it again would not help."""
+    """The reason why a job has ended (`ScheduledJobs.look`), if starting it again would not help."""
 
     __slots__ = ()
 
 
 def ended(code: int) -> str:
-    """Return the reason for `ScheduledJobs.look` of an agent that ended with this exit code."""
+    """Return the reason that `ScheduledJobs.look` gives for an agent that ended with this exit code."""
     return (Hopeless if code == NEVER else str)(f"ended: {how_it_ended(code)}")
 
 
 @runtime_checkable
 class ScheduledJobs(Jobs, Protocol):
-    """Optional: jobs whose state is known. Others are started again whenever their node is missing."""
+    """Optional: jobs whose state can be queried. Other jobs are started again whenever their node is missing."""
 
     def look(self) -> dict[int, str]:
-        """Return the nodes whose agent is known to be over, and why. Called twice a second; may be slow, may raise.
+        """Return the nodes whose agent is known to have ended, and why. Called twice a second; may be slow, may raise.
 
         With a `Hopeless` reason, a start that needs this node fails at once; any other job is started again.
         """
 
     def stop(self, deadline: float) -> None:
-        """End everything by `deadline` (of the monotonic clock). Raises where something may be left.
+        """End everything by `deadline` (monotonic clock). Raises if something may be left.
 
-        Called once, as the last call. Nodes were told to leave just before, and usually end by themselves.
+        Called once, as the last call. Nodes were asked to leave just before, and usually end by themselves.
         """
 
 
 @runtime_checkable
 class CancelsJobs(Protocol):
-    """Optional: jobs that can be ended one by one. Others end when their node was told to leave."""
+    """Optional: jobs that can be ended one by one. Other jobs end after their node is asked to leave."""
 
     def drop(self, node: int) -> None:
-        """End the job of this node, which was told to leave; the job may still wait in a queue."""
+        """End the job of this node, which was asked to leave; the job may still be queued."""
 
 
 @runtime_checkable
@@ -156,10 +156,10 @@ class DescribesJobs(Protocol):
         """Return the scheduler's state of a node that has not joined ("PENDING (Resources)"); may be empty."""
 
     def log_tail(self, node: int) -> str:
-        """Return the last lines that a node's agent wrote, or where they are."""
+        """Return the last lines that a node's agent wrote, or where to find them."""
 
     def describe(self) -> str:
-        """Return what was started, in the scheduler's own names."""
+        """Return what was started, in the scheduler's terms."""
 
 
 @runtime_checkable
@@ -167,10 +167,10 @@ class LeavesJobs(Protocol):
     """Optional: jobs that outlive a killed head. Node agents end by themselves; queued jobs and objects do not."""
 
     def note(self) -> Mapping[str, Any]:
-        """Return what `CollectsGarbage.collect_garbage` needs, as JSON without secrets; asked before any start."""
+        """Return what `CollectsGarbage.collect_garbage` needs, as JSON without secrets; called before any start."""
 
 
-# -- what a launch is given ---------------------------------------------------------------------------------------
+# -- arguments of a launch ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Plan:
     """What a backend needs to start node agents."""
 
     run: str
-    """The run's name, eight hexadecimal digits: for the names of jobs."""
+    """The run's name, eight hexadecimal digits; used in the names of jobs."""
     folder: Path
     """The run's folder (mode 0700) for logs and for files that nodes read; removed at the end."""
     files: tuple[Path, ...]
@@ -186,11 +186,11 @@ class Plan:
     lease_s: float
     allow_pickle: bool
     address: str
-    """What nodes dial."""
+    """The address that nodes dial."""
     closing: threading.Event = field(default_factory=threading.Event)
-    """Set when the run is over: a call to the scheduler that is under way may be given up."""
+    """Set when the run ends: a pending call to the scheduler may be abandoned."""
     digests: tuple[str, ...] = ()
-    """SHA-256 of each key file, for file systems that show other owners."""
+    """SHA-256 of each key file, for file systems that show a different owner."""
 
     def command(self, node: int, python: str | None = None, options: Sequence[str] = ()) -> list[str]:
         """Return the command that starts the agent of this node on a machine that sees the same files."""

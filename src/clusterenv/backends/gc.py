@@ -1,7 +1,7 @@
 """`clusterenv gc`: remove what is left of runs whose head is gone.
 
-Nodes end by themselves when their lease on the head is over. Queued jobs, objects in a Kubernetes namespace and key
-files stay. They are found by the note in the run's folder (`Note`), and removed by the backend's `collect_garbage`. The
+Nodes end by themselves when their lease on the head expires. Queued jobs, objects in a Kubernetes namespace and key
+files remain. The note in the run's folder (`Note`) lists them, and the backend's `collect_garbage` removes them. The
 note is deleted last, when everything else is gone.
 """
 
@@ -26,12 +26,12 @@ _COLLECT_S = 60.0  # how long a backend may take to remove one run
 
 
 class Removed(NamedTuple):
-    runs: int  # runs without a head; removed unless it was a dry run
+    runs: int  # runs without a head; a dry run only counts them
     failures: int
 
 
 def places() -> list[Path]:
-    """Return the default places of run folders."""
+    """Return the default parent folders of run folders."""
     return [Path("~/.clusterenv").expanduser(), Path(tempfile.gettempdir())]
 
 
@@ -42,10 +42,10 @@ def remove(
     run: str | None = None,
     any_owner: bool = False,
 ) -> Removed:
-    """Remove what runs without a head have left below these folders.
+    """Remove what runs without a head left in these folders.
 
-    `run`: only this one, also if the state of its head is not known here. `any_owner`: the file system shows other
-    owners for this user's files.
+    `run`: remove only this run, even if the state of its head is unknown. `any_owner`: the file system shows a
+    different owner for this user's files.
     """
     count = failures = foreign = 0
     for folder in folders:
@@ -55,7 +55,7 @@ def remove(
                 if path.is_symlink() or not path.is_dir():
                     continue
                 if info.st_uid != os.getuid() and not (any_owner and not info.st_mode & 0o077):
-                    foreign += 1  # nothing in it is trusted: a note can name a kubeconfig, which can run programs
+                    foreign += 1  # do not trust its note: it can name a kubeconfig, which can run programs
                     continue
                 if not (path / NAME).is_file():
                     continue
@@ -84,7 +84,7 @@ def _discard_journal(note: Mapping[str, Any], is_whole: bool, say: Callable[[str
     if note.get("journal"):
         try:
             said = discard(Path(note["journal"]), note["run"], is_whole)
-        except (JournalError, OSError) as error:  # of a head that goes on without these nodes, or not to be read
+        except (JournalError, OSError) as error:  # unreadable, or in use by a head that runs without these nodes
             said = f"its journal is kept: {error}"
         if said:
             say(said)
@@ -93,7 +93,7 @@ def _discard_journal(note: Mapping[str, Any], is_whole: bool, say: Callable[[str
 def remove_pods(
     namespace: str | None, context: str | None, dry_run: bool, say: Callable[[str], None], run: str | None = None
 ) -> Removed:
-    """Remove runs from a Kubernetes namespace whose heads ran in a pod: their notes are gone with it."""
+    """Remove runs whose heads ran in pods of a Kubernetes namespace: their notes were lost with those pods."""
     from clusterenv.backends.kubernetes_api import delete_abandoned
 
     try:
@@ -104,7 +104,7 @@ def remove_pods(
 
 
 def _collect(name: str, facts: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Have a backend remove what it has left. Raises where something may remain."""
+    """Call the `collect_garbage` of a backend. Raises if something may remain."""
     collect_garbage = getattr(registry.find(name), "collect_garbage", None)
     if collect_garbage is None:
         raise SpecError(f"the note names the backend {name!r}, which has no collect_garbage()")
@@ -112,5 +112,5 @@ def _collect(name: str, facts: Mapping[str, Any], say: Callable[[str], None]) ->
         say(collect_garbage(facts, time.monotonic() + _COLLECT_S))
     except ClusterEnvError:
         raise
-    except Exception as error:  # code of another package must not end the search
+    except Exception as error:  # another package's code must not stop the cleanup of other runs
         raise StartError(f"{type(error).__name__}: {error}") from error

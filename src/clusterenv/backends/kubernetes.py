@@ -1,8 +1,8 @@
-"""`Kubernetes`: one bare pod per node, each with its own Secret, all owned by one small run object.
+"""`Kubernetes`: run each node as a bare pod with its own Secret, all owned by one small run object.
 
-Deleting that object (a ConfigMap) deletes everything. A Job would end all pods when one succeeds, count their failures
-together, and choose itself which pods to remove. Pods pass the "restricted" Pod Security Standard unless options say
-otherwise.
+Deleting that object (a ConfigMap) deletes everything. A Kubernetes Job does not fit: it would end all pods when one
+succeeds, count their failures together, and choose which pods to remove. Pods meet the "restricted" Pod Security
+Standard unless options say otherwise.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ _HOPELESS = {
     "ImagePullBackOff",
     "InvalidImageName",
 }
-"""Reasons for which a container would wait for ever."""
+"""Reasons for which a container would wait forever."""
 
 Manifest = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Kubernetes(Remote):
-    """Nodes as pods.
+    """Run nodes as Kubernetes pods.
 
     Args:
-        nodes: how many pods.
-        image: with the same Python minor, Gymnasium and clusterenv as here (deploy/Dockerfile makes one).
-        namespace: None: the one of the kubeconfig's context, or the head's own pod.
-        cpu, memory: of a pod, as Kubernetes writes them; `cpu` None: one core per worker. Requests and limits.
-        node_selector, tolerations, service_account, labels: of the pods.
+        nodes: number of pods.
+        image: must have the same Python minor version, Gymnasium and clusterenv as here (deploy/Dockerfile builds one).
+        namespace: None: that of the kubeconfig's context, or of the head's own pod.
+        cpu, memory: requests and limits of a pod, in Kubernetes notation; `cpu` None: one core per worker.
+        node_selector, tolerations, service_account, labels: set on the pods.
         pod_overrides: merged into the pod's spec: {"priorityClassName": "low"}. Lists are appended to.
-        run_as_user: the user id in the pods. None: the one of the image, or what the platform chooses; where that is
+        run_as_user: the user id in the pods. None: that of the image, or one that the platform chooses; if that is
             root, the cluster refuses the pod. 0: root, which namespaces with the "restricted" standard refuse.
         python: the interpreter in the image.
         kubeconfig, context: None: as kubectl finds them; within a pod, its service account.
-        grace_s: what a pod gets, when it is deleted or evicted, to finish its step and hand over what it has.
+        grace_s: seconds that a deleted or evicted pod gets to finish its step and hand over its results.
         others: as in `Remote`.
     """
 
@@ -97,7 +97,7 @@ class Kubernetes(Remote):
 
 
 def run_manifest(run: str, lease_s: float) -> Manifest:
-    """Return the object that owns everything of a run, and says when its head was last alive."""
+    """Return the manifest of the object that owns everything in a run, and records when its head was last alive."""
     annotations = {SEEN: now(), LEASE: f"{lease_s:g}"}
     metadata = {"name": f"clusterenv-{run}", "labels": labels(run), "annotations": annotations}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
@@ -147,7 +147,7 @@ def pod_manifest(
 
 
 def _security(user: int | None) -> Manifest:
-    """Return the pod's security context, as the "restricted" standard asks unless the user wants root."""
+    """Return the pod's security context; it meets the "restricted" standard unless the user wants root."""
     who: Manifest = {} if user is None else {"runAsUser": user}
     return {**who, "runAsNonRoot": user != 0, "seccompProfile": {"type": "RuntimeDefault"}}
 
@@ -164,13 +164,13 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 class _Pods:
-    """`Jobs` of Kubernetes."""
+    """Implement `Jobs` with pods."""
 
     def __init__(self, backend: Kubernetes, plan: Plan, api: Api, namespace: str) -> None:
         self._backend, self._plan, self._api, self._namespace = backend, plan, api, namespace
         self._pod = [""] * len(plan.files)
         self._tries = [0] * len(plan.files)
-        self._seen: dict[str, Any] = {}  # pod → as the API last described it; None: it is gone
+        self._seen: dict[str, Any] = {}  # pod name → its last description by the API; None: deleted
         self._beat_at, self._may_beat = time.monotonic() + _BEAT_S, True
 
     def note(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class _Pods:
             name = f"clusterenv-{self._plan.run}"
             try:
                 self._api.ask("patch_namespaced_config_map", name, self._namespace, body, none_if=404)
-            except StartError as error:  # rights of an older deploy/rbac.yaml; the run works without
+            except StartError as error:  # an older deploy/rbac.yaml lacks this right; the run works without it
                 if self._may_beat:
                     emit(logging.WARNING, f"`clusterenv gc --kubernetes` may take this run for abandoned: {error}")
                 self._may_beat = False
@@ -204,7 +204,7 @@ class _Pods:
         self._delete(node, 0)
         owner, run = self._owner(), self._plan.run
         secret = secret_manifest(run, node, self._plan.files[node].read_text(), owner)
-        self._api.ask("create_namespaced_secret", self._namespace, secret, none_if=409)  # there from the pod before
+        self._api.ask("create_namespaced_secret", self._namespace, secret, none_if=409)  # 409: it exists
         self._tries[node] += 1
         name = f"clusterenv-{run}-{node}-{self._tries[node]}"
         pod = pod_manifest(self._backend, run, node, name, self._plan.options, owner)
@@ -212,7 +212,7 @@ class _Pods:
         self._pod[node] = name
 
     def _owner(self) -> Manifest:
-        """Return the run object; it is made again if somebody has deleted it, with everything that it owned."""
+        """Return a reference to the run object; create it again if it was deleted, along with all that it owned."""
         name, where = f"clusterenv-{self._plan.run}", self._namespace
         found = self._api.ask("read_namespaced_config_map", name, where, none_if=404)
         if found is None:
@@ -237,14 +237,14 @@ class _Pods:
         name = self._pod[node]
         try:
             tail = self._api.ask("read_namespaced_pod_log", name, self._namespace, tail_lines=40, timeout_s=5.0)
-        except StartError as error:  # no container yet, or no pod any more
+        except StartError as error:  # no container yet, or the pod is gone
             tail = f"(no log: {error})"
         lines = []
         with contextlib.suppress(StartError):  # the head may lack the right to read events
             its = f"involvedObject.name={name}"
             events = self._api.ask("list_namespaced_event", self._namespace, field_selector=its, timeout_s=5.0)
             lines = [f"{event.reason}: {event.message}" for event in events.items[-5:]]
-        return "\n".join([f"pod {name}: {self.state(node)}", *lines, tail or "(it has said nothing)"])
+        return "\n".join([f"pod {name}: {self.state(node)}", *lines, tail or "(no output)"])
 
     def describe(self) -> str:
         pods = sum(map(bool, self._pod))
@@ -258,7 +258,7 @@ class _Pods:
 
 
 def _describe(pod: Any) -> tuple[str, type[str] | None]:
-    """Return the state of a pod in words and, if it is over, the class of that reason: `Hopeless` or `str`."""
+    """Return the state of a pod in words and, if it has ended, the class of the reason: `Hopeless` or `str`."""
     if pod is None:
         return "deleted", str
     status = pod.status

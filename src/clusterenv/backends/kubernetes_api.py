@@ -1,6 +1,6 @@
-"""Calls to the Kubernetes API, and the deletion of a run, at its end or by `clusterenv gc`.
+"""Call the Kubernetes API, and delete a run, at its end or for `clusterenv gc`.
 
-The official client is imported when the first `Api` is made.
+The official client is imported when the first `Api` is created.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ SEEN = "clusterenv/seen"
 """Annotation of the run object: when the head was last alive."""
 
 LEASE = "clusterenv/lease-s"
-_SLACK_S = 180.0  # added to the lease, for late marks and for clocks that differ
+_SLACK_S = 180.0  # added to the lease, for late updates and clock differences
 
 _INSIDE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _GRACE_S = 5
-_GONE_S = 5.0  # how long deleted pods may take to be gone, before they are removed by force
+_GONE_S = 5.0  # how long to wait for deleted pods to disappear before removing them by force
 
 
 class Api:
-    """A connection to one cluster. Credentials that are no longer accepted are read again."""
+    """A connection to one cluster. Reads the credentials again when they are no longer accepted."""
 
     def __init__(self, kubeconfig: str | None = None, context: str | None = None) -> None:
         self._kubeconfig, self._context = kubeconfig or os.environ.get("KUBECONFIG"), context
         self._core: Any = None
-        self.namespace = "default"  # of the kubeconfig's context, or of the pod that this process is in
+        self.namespace = "default"  # of the kubeconfig's context, or of the pod in which this process runs
         self.server = ""
-        """The address of the API server; "" within a pod, where it is another one than outside."""
+        """The address of the API server; "" within a pod, where it differs from the outside address."""
         self._connect()
 
     def _connect(self) -> None:
@@ -57,29 +57,29 @@ class Api:
                 self._context, self.namespace = chosen["name"], chosen["context"].get("namespace", "default")
                 self.server = settings.host
         except (config.ConfigException, OSError, TypeError) as error:
-            raise StartError(f"Kubernetes: there is no usable kubeconfig: {error}") from None
-        settings.retries = 1  # an idle connection may have ended
+            raise StartError(f"Kubernetes: no usable kubeconfig was found: {error}") from None
+        settings.retries = 1  # an idle connection may have been closed
         self.close()
         self._core = client.CoreV1Api(client.ApiClient(settings))
 
     @property
     def note(self) -> dict[str, Any]:
-        """What `collect` needs to find the same cluster."""
+        """The facts that `collect` needs to find the same cluster."""
         return {"kubeconfig": self._kubeconfig, "context": self._context, "server": self.server}
 
     def ask(self, what: str, *args: Any, none_if: int = 0, timeout_s: float = 10.0, **options: Any) -> Any:
-        """Call this method of the client; returns None where the HTTP status is `none_if`. Errors are `StartError`s."""
+        """Call this client method; return None if the HTTP status is `none_if`. Raises `StartError` for all errors."""
         for attempt in range(2):
             try:
                 return getattr(self._core, what)(*args, _request_timeout=timeout_s, **options)
-            except Exception as error:  # the client raises its own, and urllib3's
+            except Exception as error:  # the client raises its own errors and urllib3's
                 status = getattr(error, "status", None)
                 if status is not None and status == none_if:
                     return None
                 if status != 401 or attempt:
                     raise _start_error(error) from None
             with contextlib.suppress(StartError):
-                self._connect()  # a token that has expired may have been renewed
+                self._connect()  # an expired token may have been renewed
         raise AssertionError("unreachable")
 
     def close(self) -> None:
@@ -100,10 +100,10 @@ def now() -> str:
 
 
 def delete_run(api: Api, namespace: str, run: str, deadline: float) -> None:
-    """Delete the run object and its pods, and wait until these are gone. Raises where that fails.
+    """Delete the run object and its pods, and wait until the pods are gone. Raises if that fails.
 
-    Kubernetes deletes the Secrets with the run object, which owns them: the head needs no right to delete these.
-    `deadline` is of the monotonic clock.
+    Kubernetes deletes the Secrets with the run object, which owns them: the head needs no right to delete Secrets.
+    `deadline` is on the monotonic clock.
     """
 
     def ask(what: str, *args: Any, **options: Any) -> Any:
@@ -111,19 +111,19 @@ def delete_run(api: Api, namespace: str, run: str, deadline: float) -> None:
         return api.ask(what, *args, timeout_s=max(0.5, (deadline - time.monotonic()) / 2), **options)
 
     pods = {"label_selector": selector(run)}
-    # The API server removes pods that do not run yet, or no more, at once.
+    # The API server removes pods that are not running at once.
     ask("delete_collection_namespaced_pod", namespace, grace_period_seconds=_GRACE_S, **pods)
     ask("delete_namespaced_config_map", f"clusterenv-{run}", namespace, none_if=404)
     patience = min(deadline - 1.0, time.monotonic() + _GONE_S)
     while ask("list_namespaced_pod", namespace, **pods).items:
-        if time.monotonic() > patience:  # the grace period is over, a kubelet is slow to report it
+        if time.monotonic() > patience:  # the grace period is over, but a kubelet has not reported it
             ask("delete_collection_namespaced_pod", namespace, grace_period_seconds=0, **pods)
             return
         time.sleep(0.3)
 
 
 def collect(facts: Mapping[str, Any], deadline: float) -> str:
-    """Delete the run that a note names, and return a line that says so. Raises where that fails."""
+    """Delete the run that a note names, and return a line that says so. Raises if that fails."""
     api = Api(facts["kubeconfig"], facts["context"])
     try:
         if facts["server"] not in ("", api.server):
@@ -143,9 +143,9 @@ def delete_abandoned(
     run: str | None,
     deadline: float,
 ) -> tuple[int, int]:
-    """Delete the runs in a namespace whose head was not seen for long; returns their number and that of failures.
+    """Delete the runs in a namespace whose head has expired; return the numbers of such runs and of failures.
 
-    `run`: only this one, whatever the state of its head.
+    `run`: delete only this run, whatever the state of its head.
     """
     api, count, failures = Api(None, context), 0, 0
     namespace = namespace or api.namespace
@@ -174,20 +174,20 @@ def delete_abandoned(
 
 
 def _life(annotations: Mapping[str, str], running: int) -> tuple[bool, str]:
-    """Return whether a run's head is gone, judged by the run object and its running pods, and why."""
+    """Return whether a run's head is gone, and why, judging by the run object and the number of running pods."""
     if running:
-        return False, f"{running} of its pods are running, which they do not for long without their head"
+        return False, f"{running} of its pods are running, and pods end soon after their head"
     try:
         seen = datetime.datetime.fromisoformat(annotations[SEEN])
         age_s = time.time() - seen.timestamp()
         is_over = age_s > float(annotations[LEASE]) + _SLACK_S
     except (KeyError, ValueError):
-        return False, "nothing says when its head was last seen"
+        return False, "it is unknown when its head was last seen"
     return is_over, f"its head {'has ended' if is_over else 'may be running'} (last seen {age_s:.0f} s ago)"
 
 
 def _start_error(error: Exception) -> StartError:
-    """Return an error with what the API server said, in one line."""
+    """Return an error with the API server's message, in one line."""
     status, body = getattr(error, "status", None), getattr(error, "body", None)
     with contextlib.suppress(TypeError, ValueError, KeyError):
         text = f"Kubernetes says: {json.loads(body)['message']}"  # type: ignore[arg-type]  # None raises the TypeError suppressed above

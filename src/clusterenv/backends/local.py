@@ -1,4 +1,4 @@
-"""`Local`: worker processes on this machine, over shared memory, without any network."""
+"""`Local`: run worker processes on this machine, over shared memory, without a network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_NODES = ("nodes", "max_nodes", "heartbeat", "move_after_s", "allow_pickle")
 
 @dataclass(frozen=True)
 class Local:
-    """Processes of this machine.
+    """Run environments in processes on this machine.
 
     Args:
         workers: number of processes; None: one per CPU that this process may use, by its affinity and the quotas of
@@ -37,8 +37,8 @@ class Local:
             timeouts, so that a breakpoint in environment code works.
         threads_per_worker: threads that numerical libraries in a worker may use (OMP_NUM_THREADS and the like);
             None leaves the environment variables alone.
-        preload: modules that are imported once, in the process from which the workers are forked, so that they share
-            that memory. `("torch",)` pays for many workers that run a torch policy, not for one per core.
+        preload: modules to import once, in the process from which the workers are forked, so that workers share
+            their memory. `("torch",)` pays off for many workers that run a torch policy, not for one per core.
         network: deprecated; write `Loopback(nodes=...)`.
 
     Example:
@@ -57,7 +57,7 @@ class Local:
     allow_pickle: ClassVar[bool] = True
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Return a `Loopback` where an older script asks for `network=True`."""
+        """Return a `Loopback` if an older script passes `network=True`."""
         options |= zip(("workers", "threads_per_worker", "preload", "network"), args, strict=False)
         if options.pop("network", False):
             from clusterenv.backends.loopback import from_local
@@ -65,7 +65,7 @@ class Local:
             return from_local(options)
         found = [name for name in _OF_NODES if name in options]
         if found:
-            raise SpecError(f"Local({found[0]}=...) is about nodes, which are processes of Loopback(nodes=...)")
+            raise SpecError(f"Local({found[0]}=...): Local has no nodes; use Loopback(nodes=...)")
         return super().__new__(cls)
 
     def __post_init__(self, network: bool) -> None:
@@ -91,7 +91,7 @@ class Local:
             emit(logging.WARNING, f"Local(workers={workers}): {n} environments need {n} workers at most; using {n}")
             workers = n
         slots_of = split(n, workers)
-        # Spinning pays only while every worker has its own core.
+        # Spinning pays off only if every worker has its own core.
         spin_s = _SPIN_S if workers <= cpu_limit() else 0.0
         config = WorkerConfig(mode, recovery.check, self.threads_per_worker, tuple(self.preload), spin_s=spin_s)
         executor = ProcessExecutor(blueprint, slots_of, config)
@@ -99,6 +99,6 @@ class Local:
 
 
 def split(num_envs: int, workers: int) -> list[list[int]]:
-    """Return consecutive slots for each worker, whose numbers differ by one at most."""
+    """Return consecutive slots for each worker; the counts differ by at most one."""
     bounds = [num_envs * w // workers for w in range(workers + 1)]
     return [list(range(bounds[w], bounds[w + 1])) for w in range(workers)]

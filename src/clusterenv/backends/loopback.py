@@ -1,4 +1,4 @@
-"""`Loopback`: node agents as processes of this machine, over TCP: to try the network path without a cluster."""
+"""`Loopback`: run node agents as processes on this machine, over TCP, to try the network path without a cluster."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from clusterenv.system.cpus import usable_cores
 
 @dataclass(frozen=True)
 class Loopback(Remote):
-    """Nodes as processes of this machine, connected over TCP as those of a cluster are: to try that path.
+    """Run nodes as processes on this machine, connected over TCP like the nodes of a cluster, to try that path.
 
     Args:
         nodes: number of node processes.
-        others: as in `Remote`; here more workers than CPUs are allowed.
+        others: as in `Remote`; `oversubscribe` is True here.
 
     Example:
         >>> import clusterenv as ce
@@ -47,7 +47,7 @@ class Loopback(Remote):
 
 
 class AgentProcesses:
-    """`Jobs` on this host. They end with their lease on the head, so they leave nothing to `clusterenv gc`."""
+    """Implement `Jobs` on this host. They end when their lease on the head expires, so `gc` has nothing to remove."""
 
     def __init__(self, plan: Plan, dead_after_s: float) -> None:
         self._plan = plan
@@ -69,7 +69,7 @@ class AgentProcesses:
         return read_tail(self._log(node))
 
     def describe(self) -> str:
-        return f"{len(self._agents)} processes of this machine; logs in {self._plan.folder}"
+        return f"{len(self._agents)} processes on this machine; logs in {self._plan.folder}"
 
     def stop(self, deadline: float) -> None:
         patience = min(deadline - 1.0, time.monotonic() + 3.0)
@@ -85,12 +85,12 @@ class AgentProcesses:
         return self._plan.folder / f"node-{node}.log"
 
 
-# -- what `Local(network=True)` was -------------------------------------------------------------------------------
+# -- the deprecated `Local(network=True)` -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _AsManyAsFit(Loopback):
-    """One worker per CPU that this process may use, at most one per environment, spread over the nodes."""
+    """Use one worker per CPU that this process may use, at most one per environment, spread over the nodes."""
 
     def resolved(self, num_envs: int) -> Remote:
         return replace(self, workers_per_node=max(1, min(usable_cores(), num_envs) // self.nodes))

@@ -1,4 +1,4 @@
-"""`Manual`: print the command to run on each machine, for other schedulers, or for two desktops."""
+"""`Manual`: print the command to run on each machine, for other schedulers or for two desktops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clusterenv.events import instruct
 
 @dataclass(frozen=True)
 class Manual(Remote):
-    """Prints one command per machine, and waits until all have joined.
+    """Print one command per machine, and wait until all have joined.
 
     Args:
         nodes: number of machines.
@@ -33,7 +33,7 @@ def _line(plan: Plan, node: int) -> str:
 
 
 class _ByHand:
-    """`Jobs` that the user runs: a missing node is requested again at once."""
+    """Implement `Jobs` that the user starts: a missing node is requested again at once."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._shown = plan, set[int]()

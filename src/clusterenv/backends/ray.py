@@ -1,7 +1,7 @@
-"""`Ray`: node agents as actors, placed by Ray on an existing cluster, or on one started for the run.
+"""`Ray`: run node agents as actors on an existing Ray cluster, or on one started for the run.
 
 An actor runs the agent as a child process, which keeps its own signal handlers and main loop, and ends with the actor.
-The key goes through a pipe, so that an actor that is killed leaves no file. Ray is imported when a run begins.
+The key goes through a pipe, so that a killed actor leaves no file. Ray is imported when a run begins.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _NAMESPACE = "clusterenv"  # the Ray namespace of the actors' names, for all run
 
 @dataclass(frozen=True)
 class Ray(Remote):
-    """Nodes as Ray actors.
+    """Run nodes as Ray actors.
 
     Args:
-        nodes: how many; Ray spreads them over its machines as far as it can.
-        cpus_per_node: cores that Ray reserves for each; None: one per worker.
-        resources: custom resources that each needs, as Ray names them.
-        address: of the Ray cluster; "auto" finds the one of this machine, "local" starts one for this run.
-        others: as in `Remote`, which see.
+        nodes: number of actors; Ray spreads them over its machines as far as it can.
+        cpus_per_node: cores that Ray reserves for each node; None: one per worker.
+        resources: custom Ray resources that each node needs.
+        address: of the Ray cluster; "auto" finds the one on this machine, "local" starts one for this run.
+        others: as in `Remote`.
     """
 
     cpus_per_node: float | None = None
@@ -49,7 +49,7 @@ class Ray(Remote):
         expect("Ray", "cpus_per_node", self.cpus_per_node, float | None, least=0)
 
     def resolved(self, num_envs: int) -> Remote:
-        # The nodes of a cluster that is started for the run are processes of this machine.
+        # The nodes of a cluster started for the run are processes on this machine.
         is_here = self.address == "local" and self.bind is None and not _imported().is_initialized()
         return replace(self, bind="127.0.0.1") if is_here else self
 
@@ -84,7 +84,7 @@ def _init(address: str) -> None:
 
 
 def _probe(address: str) -> None:
-    """Raise StartError where nobody listens at "host:port"; Ray itself would try for minutes."""
+    """Raise StartError if nothing listens at "host:port"; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=5.0).close()
@@ -97,15 +97,15 @@ class NodeActor:
 
     def __init__(self, key: bytes, options: Sequence[str]) -> None:
         command = agent_command(Path("-"), ["--with-parent", *options])
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # it has no name: nothing is left of it either
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # unnamed, so that a killed actor leaves no file
         self._agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=self._log, stderr=self._log)
         assert self._agent.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._agent.stdin as pipe:  # it ended at once: `poll` tells
+        with contextlib.suppress(BrokenPipeError), self._agent.stdin as pipe:  # `poll` reports an early exit
             pipe.write(key)
 
     def poll(self) -> tuple[int | None, str]:
-        """Return the agent's exit code, if it is over, and the last lines that it wrote."""
-        # By its path, so that it is opened again: the agent goes on writing where it is.
+        """Return the agent's exit code, if it has ended, and the last lines that it wrote."""
+        # Reopened by path for its own file offset: seeking in the shared one would move where the agent writes.
         return self._agent.poll(), read_tail(Path(f"/proc/self/fd/{self._log.fileno()}"))
 
     def stop(self) -> None:
@@ -119,7 +119,7 @@ class NodeActor:
 
 
 class _Actors:
-    """`Jobs` of Ray."""
+    """Implement `Jobs` with Ray actors."""
 
     def __init__(self, backend: Ray, plan: Plan, ray: Any, is_ours: bool) -> None:
         self._ray, self._backend, self._plan, self._is_ours = ray, backend, plan, is_ours
@@ -137,7 +137,7 @@ class _Actors:
         return {"address": self._ray.get_runtime_context().gcs_address, "prefix": self._prefix}
 
     def look(self) -> dict[int, str]:
-        """Take the answers that are there, and ask again."""
+        """Read the poll results that have arrived, poll those agents again, and return the nodes that have ended."""
         asked = {node: reference for node, reference in self._asked.items() if node not in self._over}
         references = list(asked.values())
         ready = self._ray.wait(references, num_returns=len(asked), timeout=0, fetch_local=False)[0] if asked else []
@@ -157,7 +157,7 @@ class _Actors:
 
     def start(self, node: int) -> None:
         self._kill(node)
-        # The key goes as an argument, through Ray's own channels: docs/security.md says what that is worth.
+        # The key is an argument, sent over Ray's own channels: docs/security.md says how safe that is.
         self._count += 1
         name = f"{self._prefix}{node}-{self._count}"
         named = self._class.options(name=name, namespace=_NAMESPACE, **self._options)
@@ -190,12 +190,12 @@ class _Actors:
         return f"{len(self._actors)} Ray actors named {self._prefix}*"
 
     def stop(self, deadline: float) -> None:
-        """Calls of Ray have no timeout: `Supervisor` does not wait longer than until `deadline`."""
+        """Stop the agents and kill the actors. Ray's calls have no timeout: `Supervisor` waits until `deadline`."""
         stopping = [actor.stop.remote() for node, actor in self._actors.items() if node in self._said]
         if stopping:
             patience_s = max(0.1, min(_STOP_S + 1.0, deadline - 2.0 - time.monotonic()))
             self._ray.wait(stopping, num_returns=len(stopping), timeout=patience_s)
-        for actor in self._actors.values():  # which stay there: `describe` says what the run had, if Ray hangs here
+        for actor in self._actors.values():  # kept in the dict: `describe` still lists them if Ray hangs here
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor)
         if self._is_ours:
@@ -203,9 +203,9 @@ class _Actors:
 
 
 def _kill_actors(address: str, prefix: str) -> str:
-    """Kill the actors of a run, and return a line that says so. Raises where that fails.
+    """Kill the actors of a run, and return a line that says so. Raises if that fails.
 
-    Ray itself ends them only with the script that made them.
+    Ray itself ends them only with the script that created them.
     """
     ray = _imported()
     from ray.util import list_named_actors
@@ -214,7 +214,7 @@ def _kill_actors(address: str, prefix: str) -> str:
         _probe(address)
     except StartError as error:
         if isinstance(error.__cause__, ConnectionRefusedError):
-            return f"the Ray cluster at {address} is not running any more"
+            return f"the Ray cluster at {address} is no longer running"
         raise
     is_ours = not ray.is_initialized()
     if is_ours:
@@ -223,7 +223,7 @@ def _kill_actors(address: str, prefix: str) -> str:
         names = [item["name"] for item in list_named_actors(all_namespaces=True) if item["namespace"] == _NAMESPACE]
         names = [name for name in names if name.startswith(prefix)]
         for name in names:
-            with contextlib.suppress(ValueError):  # it has ended meanwhile
+            with contextlib.suppress(ValueError):  # it has ended since it was listed
                 ray.kill(ray.get_actor(name, namespace=_NAMESPACE))
     except ray.exceptions.RayError as error:
         raise StartError(f"Ray({address!r}) says: {error}") from None

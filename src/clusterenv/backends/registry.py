@@ -1,6 +1,6 @@
-"""Find backends by name: those of this package, and those of others by their entry points.
+"""Find backends by name: those of this package, and those that other packages register as entry points.
 
-A package registers its class in the group `clusterenv.backends`; `clusterenv script NAME`, the notes that `clusterenv
+A package registers its class in the group `clusterenv.backends`. `clusterenv script NAME`, the notes that `clusterenv
 gc` reads, and hints in errors use that name.
 """
 
@@ -21,18 +21,18 @@ OWN = {
     "kubernetes": "clusterenv.backends.kubernetes:Kubernetes",
     "ray": "clusterenv.backends.ray:Ray",
 }
-"""Not entry points: they are found from a source tree too, and no other package can replace them."""
+"""Not entry points: they must also be found in a source tree, and no other package may replace them."""
 
 
 def names() -> list[str]:
-    """Return the names of all backends that are installed."""
-    from importlib.metadata import entry_points  # 10 ms, and only mistakes and the command line ask
+    """Return the names of all installed backends."""
+    from importlib.metadata import entry_points  # takes 10 ms, and only errors and the command line need it
 
     return list(dict.fromkeys([*OWN, *sorted(entry_points(group=GROUP).names)]))
 
 
 def find(name: str) -> type[Any]:
-    """Return the class of the backend with this name. Raises SpecError where there is none, or several."""
+    """Return the class of the backend with this name. Raises SpecError if there is none, or several."""
     from importlib.metadata import EntryPoint, entry_points
 
     if name in OWN:
@@ -41,15 +41,15 @@ def find(name: str) -> type[Any]:
         found = list(dict.fromkeys(entry_points(group=GROUP, name=name)))
     if not found:
         raise SpecError(
-            f"there is no backend {name!r}, only {', '.join(names())}. If a package of its own brings it, install that "
-            f"package here: it has an entry point {name!r} in the group {GROUP!r}"
+            f"there is no backend {name!r}, only {', '.join(names())}. If another package provides it, install that "
+            f"package here: it must have an entry point {name!r} in the group {GROUP!r}"
         )
     if len(found) > 1:
         values = " and ".join(entry.value for entry in found)
         raise SpecError(f"several packages have a backend {name!r}: {values}. Uninstall all but one")
     try:
         backend = found[0].load()
-    except Exception as error:  # a package of others may raise anything when it is imported
+    except Exception as error:  # importing another package may raise anything
         raise SpecError(f"the backend {name!r} ({found[0].value}) cannot be loaded: {error!r}") from error
     if not isinstance(backend, type):
         raise SpecError(f"the backend {name!r} ({found[0].value}) is no class")
@@ -66,5 +66,5 @@ def required(backend: type[Any]) -> list[str]:
 
 
 def written(backend: type[Any]) -> str:
-    """Return how a user writes a backend of this class: `Slurm(nodes=...)`."""
+    """Return the call that creates a backend of this class, as a user writes it: `Slurm(nodes=...)`."""
     return f"{backend.__name__}({', '.join(f'{name}=...' for name in required(backend))})"

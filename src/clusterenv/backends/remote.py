@@ -1,4 +1,4 @@
-"""The base of every backend over a network: its options, and how a run is started with them."""
+"""`Remote`: the base class of every backend over a network, with the options that they share."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Remote(ABC):
-    """A backend that starts node agents on other machines; derived classes say how, in `launch`.
+    """A backend that starts node agents on other machines; subclasses implement `launch`.
 
     Args:
         nodes: number of nodes at the start.
         workers_per_node: environment processes on each machine.
         bind: the address or interface of this machine to listen on, IPv4 or IPv6. None: the address from which this
-            machine reaches others; where it has no route, its only address that is not loopback.
-        port: to listen on: a port, a range (low, high) of which the first free one is taken, or 0 for any free one.
-        advertise: "host" or "host:port" that nodes dial, if it is not what the head listens on: a forwarded port, the
-            host of the container that this process runs in, a Kubernetes Service.
-        folder: where to make the run's own folder (mode 0700) of key files, one per node; it is removed at the end.
-        owner_squashed: the file system of `folder` shows another owner than you for files that you make (NFS with
-            root_squash or all_squash, owners that are mapped): accept it, and have nodes check the content of their key
-            file instead. Whoever that file system takes for the same owner can read the keys (docs/security.md).
-        start_timeout_s: how long to wait for the nodes; those that are lost meanwhile are started again.
-        max_nodes: how many `envs.scale` may ask for. Every node has the workers of its own slots, and of those whose
-            nodes are not there: with 2 nodes of at most 4, twice `workers_per_node`.
-        min_nodes: begin when so many have come and no other did for 5 s; the rest may join later. None: all.
+            machine reaches others; if it has no route, its only address that is not loopback.
+        port: the port to listen on, a range (low, high) of which the first free port is used, or 0 for any free port.
+        advertise: the "host" or "host:port" that nodes dial, if it differs from what the head listens on: a forwarded
+            port, the host of the container in which this process runs, a Kubernetes Service.
+        folder: where to create the run's own folder (mode 0700) of key files, one per node; it is removed at the end.
+        owner_squashed: the file system of `folder` shows another owner than you for files that you create (NFS with
+            root_squash or all_squash, mapped owners): accept that, and let nodes check the content of their key file
+            instead. Users that this file system maps to the same owner can read the keys (docs/security.md).
+        start_timeout_s: how long to wait for the nodes; those lost during this time are started again.
+        max_nodes: the limit for `envs.scale`. Every node runs the workers of its own slots, and of those whose nodes
+            are absent: with 2 of at most 4 nodes, twice `workers_per_node`.
+        min_nodes: begin when this many nodes have joined and no other did for 5 s; the rest may join later. None: all.
         threads_per_worker, preload: as in `Local`.
         other_infos: what to do with infos that are not plain data: "refuse", or send their "repr".
-        heartbeat_s: how fast a lost node is noticed: the time between two beats, the silence after which a node counts
-            as lost, and the lease after which a node without its head ends.
-        move_after_s: a node that stays away for so long hands its slots to the others; None: they wait for it.
+        heartbeat_s: how fast a lost node is noticed: the time between two heartbeats, the silence after which a node
+            counts as lost, and the lease after which a node without its head ends.
+        move_after_s: move the slots of a lost node to the other nodes after this time; None: wait for the node.
         oversubscribe: allow more workers than CPUs that a node may use, by its affinity and control group quotas.
         allow_pickle: False: nodes get ids, plain arguments and weights, but no code (`clusterenv node --no-pickle`).
         heartbeat: deprecated; write `heartbeat_s`.
@@ -73,11 +73,11 @@ class Remote(ABC):
     heartbeat: tuple[float, float, float] | None = None
     is_remote: ClassVar[bool] = True
     can_reattach: ClassVar[bool] = False
-    """Nodes that an earlier head has started can join the next one; otherwise they are ended, and others started."""
+    """Whether nodes started by an earlier head can join the next one; otherwise they are ended and new ones started."""
 
     def __post_init__(self) -> None:
         name, nodes = type(self).__name__, self.nodes
-        parse_port(self.port, name)  # first: these name what they expect better than their annotations do
+        parse_port(self.port, name)  # before `check_fields`: their error messages are more precise
         parse_advertise(self.advertise, name)
         if self.heartbeat is not None:
             text = f"{name}(heartbeat=...) is deprecated: write heartbeat_s=..."
@@ -88,16 +88,16 @@ class Remote(ABC):
         expect(name, "nodes", nodes, int, least=1)
         expect(name, "workers_per_node", self.workers_per_node, int, least=1)
         if self.min_nodes is not None and not 1 <= self.min_nodes <= nodes:
-            raise SpecError(f"{name}(min_nodes={self.min_nodes}): between 1 and nodes={nodes}")
+            raise SpecError(f"{name}(min_nodes={self.min_nodes}): must be between 1 and nodes={nodes}")
         if self.max_nodes is not None and self.max_nodes < nodes:
-            raise SpecError(f"{name}(max_nodes={self.max_nodes}): at least nodes={nodes}")
+            raise SpecError(f"{name}(max_nodes={self.max_nodes}): must be at least nodes={nodes}")
 
     @abstractmethod
     def launch(self, plan: Plan) -> Jobs:
-        """Return the jobs of a run, none of which is started yet: see `contract.ClusterBackend`."""
+        """Return the jobs of a run without starting any: see `contract.ClusterBackend`."""
 
     def resolved(self, num_envs: int) -> Remote:
-        """Return this backend with those options filled in that depend on the machine or on `num_envs`."""
+        """Return this backend with the options filled in that depend on the machine or on `num_envs`."""
         return self
 
     def start(

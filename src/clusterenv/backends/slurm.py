@@ -1,6 +1,6 @@
-"""`Slurm`: one job per node, so that a lost or preempted one costs one node and is replaced alone.
+"""`Slurm`: run one job per node, so that losing or preempting a job costs one node, which is replaced alone.
 
-What is submitted is made here, by pure functions (`job_script`, `srun_command`); `slurm_jobs.py` submits it.
+Pure functions here (`job_script`, `srun_command`) make what `slurm_jobs.py` submits.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from clusterenv.backends.contract import Jobs, Plan
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError, StartError
 
-_SIGNAL_S = 60  # SLURM's default of `--signal=TERM` without a time
+_SIGNAL_S = 60  # SLURM's default for `--signal=TERM` without a time
 
 
 @dataclass(frozen=True)
 class Slurm(Remote):
-    """Nodes as SLURM jobs.
+    """Run nodes as SLURM jobs.
 
     Args:
-        nodes: number of nodes, a job each. With `mode="srun"`, of the allocation that the script runs in.
-        cpus_per_worker: cores that each environment process gets.
-        mem: of a node, as `sbatch --mem` has it ("8G").
-        partition, account, qos, time_limit, gres, constraint: as the site has them; `time_limit` is `--time`.
-        interface: another name of `bind`.
-        env_vars: set on the nodes, besides the environment of this process, which they have.
+        nodes: number of nodes, one job each; with `mode="srun"`, nodes of the allocation in which the script runs.
+        cpus_per_worker: cores for each environment process.
+        mem: memory of a node, as for `sbatch --mem` ("8G").
+        partition, account, qos, time_limit, gres, constraint: the site's values; `time_limit` is `--time`.
+        interface: another name for `bind`.
+        env_vars: environment variables for the nodes, in addition to those of this process, which they inherit.
         setup: shell lines to run on a node before anything else ("module load ...").
         extra: further options of `sbatch`: {"exclusive": None, "nodelist": "n[1-4]"}.
-        python: the interpreter on the nodes, with the same Python minor, Gymnasium and clusterenv as here; None: the
-            path of this one.
-        wrap: words to put before the command of a node, or a string that is split as a shell would: a container
-            ("apptainer exec image.sif"), an environment ("conda run -n x"). They are quoted: `$HOME` is not expanded.
-            What they start must see `folder` under the same path, use the host's network, and pass SIGTERM on.
-        grace_s: what a node gets to hand over what it has, from SIGTERM to SIGKILL: as long before its time limit it is
-            told to leave (`--signal`). Preemption and `scancel` give what the site grants (GraceTime, KillWait).
-        mode: "submit" submits jobs; "srun" starts steps within the allocation that this script runs in.
-        on_head_node: with "srun": the node that this script runs on is one of `nodes`.
-        folder: for keys, on a filesystem that nodes see. Logs stay in its `logs`.
+        python: the interpreter on the nodes, with the same Python minor version, Gymnasium and clusterenv as here;
+            None: the path of this interpreter.
+        wrap: words to put before a node's command, or a string to split as a shell would: a container ("apptainer exec
+            image.sif"), an environment ("conda run -n x"). They are quoted: `$HOME` is not expanded. The wrapped
+            command must see `folder` under the same path, use the host's network, and receive SIGTERM.
+        grace_s: seconds from SIGTERM to SIGKILL in which a node hands over its results; SIGTERM is sent this long
+            before the time limit (`--signal`). Preemption and `scancel` use the site's settings (GraceTime, KillWait).
+        mode: "submit" submits jobs; "srun" starts steps within the allocation in which this script runs.
+        on_head_node: with "srun": count the node on which this script runs as one of `nodes`.
+        folder: for keys, on a file system that the nodes can see. Logs stay in its `logs`.
         others: as in `Remote`.
     """
 
@@ -65,7 +65,7 @@ class Slurm(Remote):
     wrap: str | Sequence[str] = field(default=(), kw_only=True)
     grace_s: int = field(default=30, kw_only=True)
     folder: str | os.PathLike[str] | None = field(default="~/.clusterenv", kw_only=True)
-    # The lease: Ctrl-Z must not cost a place in the queue.
+    # The lease is long because suspending the script (Ctrl-Z) must not end jobs that would have to queue again.
     heartbeat_s: tuple[float, float, float] = field(default=(1.0, 10.0, 300.0), kw_only=True)
     name: ClassVar[str] = "slurm"
     can_reattach: ClassVar[bool] = True
@@ -73,13 +73,13 @@ class Slurm(Remote):
     def __post_init__(self, interface: str | None) -> None:
         if interface is not None:
             if self.bind not in (None, interface):
-                raise SpecError(f"Slurm(interface={interface!r}, bind={self.bind!r}): two names of one thing: give one")
+                raise SpecError(f"Slurm(interface={interface!r}, bind={self.bind!r}): these are one option: give one")
             object.__setattr__(self, "bind", interface)
         super().__post_init__()
         if "job-name" in self.extra:
             raise SpecError(
-                f"Slurm(extra={{'job-name': {self.extra['job-name']!r}}}): jobs are named after their run, by which "
-                "they are found and cancelled; use extra={'comment': ...} for words of your own"
+                f"Slurm(extra={{'job-name': {self.extra['job-name']!r}}}): jobs are named after their run, so that "
+                "they can be found and cancelled; use extra={'comment': ...} for your own text"
             )
         if self.python == "":
             raise SpecError("Slurm(python=''): expected the path or name of an interpreter on the nodes")
@@ -90,7 +90,7 @@ class Slurm(Remote):
                 raise SpecError(f"Slurm: {name}={value!r} has a line break or another control character")
 
     def options(self) -> dict[str, str | int | None]:
-        """Return the options of `sbatch` that the user has chosen."""
+        """Return the `sbatch` options that the user chose."""
         own: dict[str, str | int | None] = {
             "cpus-per-task": self.workers_per_node * self.cpus_per_worker,
             "mem": self.mem,
@@ -106,7 +106,7 @@ class Slurm(Remote):
     def launch(self, plan: Plan) -> Jobs:
         for program in ("sbatch", "squeue", "scancel") if self.mode == "submit" else ("srun", "scontrol"):
             if shutil.which(program) is None:
-                raise StartError(f"Slurm: there is no {program} on PATH: run this where SLURM's commands are")
+                raise StartError(f"Slurm: there is no {program} on PATH: run this where SLURM's commands are available")
         from clusterenv.backends.slurm_jobs import SlurmJobs, SlurmSteps, hosts_of_allocation
 
         return SlurmJobs(self, plan) if self.mode == "submit" else SlurmSteps(self, plan, hosts_of_allocation(self))
@@ -138,7 +138,7 @@ def _words(wrap: str | Sequence[str]) -> tuple[str, ...]:
     return words
 
 
-# -- what is submitted --------------------------------------------------------------------------------------------
+# -- scripts and commands -----------------------------------------------------------------------------------------
 
 
 def job_script(slurm: Slurm, name: str, command: Sequence[str], log: Path, folder: Path) -> str:
@@ -160,7 +160,7 @@ def job_script(slurm: Slurm, name: str, command: Sequence[str], log: Path, folde
 
 
 def grace_options(slurm: Slurm) -> list[str]:
-    """Return the options that tell an agent how long it has from SIGTERM; a `--signal` of the user's own counts."""
+    """Return the options that tell an agent how long it has after SIGTERM; a `--signal` in `extra` takes precedence."""
     own = str(slurm.extra.get("signal") or "")
     given = re.fullmatch(r"(?:\w+:)?(?:SIG)?(?:TERM|15)(?:@(\d+))?", own, re.IGNORECASE)
     seconds = slurm.grace_s if given is None else int(given[1] or _SIGNAL_S)
@@ -170,7 +170,7 @@ def grace_options(slurm: Slurm) -> list[str]:
 def script_body(slurm: Slurm, command: Sequence[str]) -> list[str]:
     """Return the shell lines that start an agent with this command."""
     exports = [f"export {name}={shlex.quote(str(value))}" for name, value in slurm.env_vars.items()]
-    # `exec`: the scheduler's signals reach the agent or its wrapper, and not a shell that would drop them.
+    # `exec`: the scheduler's signals must reach the agent or its wrapper, not a shell that would drop them.
     return [*exports, *slurm.setup, f"exec {shlex.join([*slurm.wrap, *command])}", ""]
 
 

@@ -1,6 +1,6 @@
-"""Node agents on SLURM, as jobs in its queue (`SlurmJobs`) or as steps of the script's own allocation (`SlurmSteps`).
+"""Run node agents on SLURM, as queued jobs (`SlurmJobs`) or as steps of the script's own allocation (`SlurmSteps`).
 
-Runs `sbatch`, `squeue`, `scancel` and `srun`. All jobs of a run have one name, by which they are found and cancelled,
+Runs `sbatch`, `squeue`, `scancel` and `srun`. All jobs of a run share one name, by which they are found and cancelled,
 also by `clusterenv gc` (`Slurm.collect_garbage`).
 """
 
@@ -42,30 +42,30 @@ _HOPELESS = {
     "PartitionNodeLimit",
     "PartitionTimeLimit",
 }
-"""Reasons for which a job would wait for ever."""
+"""Reasons for which a job would wait forever."""
 
 _ASK_S = 2.0  # how often SLURM is queried: its controller is shared by all users
 
 _COMMAND_S = 30.0
-_LAST_COMMAND_S = 3.0  # how long an `sbatch` or `scancel` may still take when the run is closed
+_LAST_COMMAND_S = 3.0  # how long a pending `sbatch` or `scancel` may take once the run is being closed
 
 _STEP_S = 2.0  # how long an `srun` may take to end its step before it is killed
 
 
 class SlurmJobs:
-    """`Jobs` in SLURM's queue."""
+    """Implement `Jobs` in SLURM's queue."""
 
     def __init__(self, slurm: Slurm, plan: Plan) -> None:
         self._slurm, self._plan = slurm, plan
         self._name = f"clusterenv-{plan.run}"
         self._logs = _make_logs(plan)
-        self._job = [""] * len(plan.files)  # the last one of each node
+        self._job = [""] * len(plan.files)  # the last job of each node
         self._all: list[str] = []
-        self._is_complete = True  # whether `_all` has every job; not after an `sbatch` that was killed
+        self._is_complete = True  # whether `_all` has every job; False after an `sbatch` was killed
         self._states: dict[str, tuple[str, str]] = {}  # job → state, reason
         self._seen: set[str] = set()
         self._ask_at = 0.0
-        self._failure: StartError | None = None  # of the last question
+        self._failure: StartError | None = None  # of the last query
 
     def note(self) -> dict[str, Any]:
         return {"name": self._name, "conf": os.environ.get("SLURM_CONF")}
@@ -78,7 +78,7 @@ class SlurmJobs:
             except StartError as error:
                 self._failure = error
             self._ask_at = time.monotonic() + _ASK_S
-        if self._failure is not None:  # until the next query: older states are not valid any more
+        if self._failure is not None:  # raised until the next query: older states are no longer valid
             raise self._failure
         over = {}
         for node, job in enumerate(self._job):
@@ -89,7 +89,7 @@ class SlurmJobs:
                 elif state == "PENDING" and reason in _HOPELESS:
                     over[node] = Hopeless(f"will never run: SLURM job {job} is {self.state(node)}")
             elif job in self._seen:
-                over[node] = f"ended: SLURM knows job {job} no more"
+                over[node] = f"ended: SLURM no longer knows job {job}"
         return over
 
     def _ask(self) -> None:
@@ -100,7 +100,7 @@ class SlurmJobs:
         self._seen |= self._states.keys()
 
     def start(self, node: int) -> None:
-        self._cancel(node)  # the last one may wait for ever
+        self._cancel(node)  # the last job may wait forever
         command = self._plan.command(node, self._slurm.python, grace_options(self._slurm))
         script = job_script(self._slurm, self._name, command, log_file(self._plan, node), Path.cwd())
         try:
@@ -110,7 +110,7 @@ class SlurmJobs:
             raise
         job = answer.strip().split(";")[0]
         if not job.isdecimal():
-            raise StartError(f"sbatch answered {job!r}, which is no job id")
+            raise StartError(f"sbatch answered {job!r}, which is not a job id")
         self._job[node] = job
         self._all.append(job)
 
@@ -120,7 +120,7 @@ class SlurmJobs:
 
     def _cancel(self, node: int) -> None:
         if self._job[node]:
-            command = ["scancel", "--quiet", self._job[node]]  # no error where it is over
+            command = ["scancel", "--quiet", self._job[node]]  # not an error if it has ended
             _run(command, closing=self._plan.closing, patience_s=_LAST_COMMAND_S)
 
     def state(self, node: int) -> str:
@@ -141,9 +141,9 @@ class SlurmJobs:
 
 
 class SlurmSteps:
-    """`Jobs` within an allocation: an `srun` per node, children of this process.
+    """Implement `Jobs` within an allocation: one `srun` per node, as a child of this process.
 
-    Steps end with the lease of their nodes, or with the allocation: they leave nothing to `clusterenv gc`.
+    Steps end with the lease of their nodes, or with the allocation, so `clusterenv gc` has nothing to remove.
     """
 
     def __init__(self, slurm: Slurm, plan: Plan, hosts: list[str]) -> None:
@@ -172,7 +172,7 @@ class SlurmSteps:
         return f"{len(self._steps)} steps on {_listed([self._hosts[i] for i in self._steps])}; logs in {self._logs}"
 
     def stop(self, deadline: float) -> None:
-        """End the steps whose nodes do not leave by themselves: SIGTERM to all at once, then SIGKILL."""
+        """End the steps whose nodes do not leave by themselves: send SIGTERM to all at once, then SIGKILL."""
         self._await_steps(deadline - 2 * _STEP_S)
         for step in self._steps.values():
             if step.poll() is None:
@@ -193,7 +193,7 @@ class SlurmSteps:
 
 
 def cancel_named(name: str, deadline: float, env: Mapping[str, str] | None = None) -> None:
-    """Cancel all jobs of this name, in any state, also those whose `sbatch` never answered."""
+    """Cancel all jobs with this name, in any state, including those whose `sbatch` never answered."""
     command = ["scancel", "--quiet", f"--name={name}"]
     _run(command, env=env, timeout_s=max(0.1, deadline - time.monotonic()))
 
@@ -209,7 +209,7 @@ def _make_logs(plan: Plan) -> Path:
 
 
 def hosts_of_allocation(slurm: Slurm) -> list[str]:
-    """Return the hosts of the script's own job, without the script's host unless `on_head_node`."""
+    """Return the hosts of the script's own job, excluding the script's host unless `on_head_node`."""
     listed = os.environ.get("SLURM_JOB_NODELIST")
     if not listed:
         raise StartError('Slurm(mode="srun") runs within an allocation (salloc, sbatch): SLURM_JOB_NODELIST is not set')
@@ -233,7 +233,7 @@ def _run(
     closing: threading.Event | None = None,
     patience_s: float = 0.0,
 ) -> str:
-    # A head within a job must not pass that job's own settings on to the jobs that it submits.
+    # A head within a job must not pass that job's settings to the jobs that it submits.
     own = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not k.startswith(("SLURM_", "SBATCH_"))}
     own.setdefault("PYTHONUNBUFFERED", "1")
     return ask(command, stdin, env={**own, **(env or {})}, timeout_s=timeout_s, closing=closing, patience_s=patience_s)

@@ -1,4 +1,4 @@
-"""The start and the end of a run that may have had other heads before, or have some after it."""
+"""Start a run for `ClusterEnv` and return how to close it; with `resume`, earlier or later heads share the run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def start(
     events: EventLog,
     resume: str | os.PathLike[str] | None,
 ) -> tuple[Driver, Callable[[], None]]:
-    """Return the driver of a run, and what closes it. `resume`: where its journal is, or is to be."""
+    """Return the driver of a run, and the function that closes it. `resume`: the path of its journal, old or new."""
     expect("ClusterEnv", "resume", resume, str | os.PathLike[str] | None)
     if resume is None:
         driver = backend.start(blueprint, mode, recovery, events)
@@ -51,7 +51,7 @@ def start(
     def close() -> None:
         try:
             driver.close(_CLOSE_TIMEOUT_S)
-        finally:  # last: while there are nodes, another head may want to know of them
+        finally:  # last: while there are nodes, another head may need the journal to find them
             journal.end(is_clean=not ending.error() and not termination.is_terminated())
 
     return driver, close

@@ -1,4 +1,4 @@
-"""What a backend passes to the head: its times, and a supervisor that starts nodes."""
+"""What a backend passes to the head: its timing, and a supervisor that starts nodes."""
 
 from __future__ import annotations
 

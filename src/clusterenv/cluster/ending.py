@@ -1,4 +1,4 @@
-"""How a run ends: normally, or by an exception. Nodes are told, and exit with a code to match."""
+"""Find out how a run ends: normally, or with an exception. The head tells nodes, which exit with a matching code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LIMIT = 500  # characters of an exception that are sent
 
 
 class Ending:
-    """Made when a run begins; `error` is called in the thread that closes it, or in that of its teardown."""
+    """Made when a run begins; `error` is called in the thread that closes the run, or in its teardown thread."""
 
     def __init__(self) -> None:
         # Only its id: a reference would keep the frames of that exception alive.

@@ -25,7 +25,7 @@ class Flow:
     def spend(self, size: int, now: float, read_all_at: float = 0.0) -> bool:
         """Return whether a message of this size is within the rate.
 
-        What came since `read_all_at`, when nothing was left to be read, may have waited: a reader that was held up for
+        `read_all_at`: when nothing was left to read. What came since may have waited: a reader that was held up for
         long finds much at once.
         """
         if self._at < read_all_at <= now:

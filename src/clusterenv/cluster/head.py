@@ -1,8 +1,8 @@
-"""The head's end of the network: one socket, and a thread that keeps answering while the learner computes.
+"""Run the head's side of the network: one socket, and a thread that keeps answering while the learner computes.
 
-The caller's thread talks directly while it waits for something; when it has not come for a while, a thread of its own
-listens instead: nodes join, beat and pull weights, and what belongs to the caller is kept for it. What `Roster` decides
-is carried out here; what workers said is opened by `RemoteExecutor`.
+The caller's thread uses the socket itself while it waits for something; when it has been away for a while, another
+thread listens instead: nodes join, beat and pull weights, and messages for the caller are kept. Instructions of
+`Roster` are carried out here; answers of workers are decoded by `RemoteExecutor`.
 """
 
 from __future__ import annotations
@@ -58,21 +58,22 @@ from clusterenv.wire.messages import (
 __all__ = ["Head"]
 
 _MOST = 64
-"""Messages that are read before anything else is looked at, a caller's deadline for example."""
+"""Most messages to read before anything else is checked, for example the caller's deadline."""
 
 _TICK_S = 0.02
-"""How often the roster is told that time passes."""
+"""Interval between the roster's ticks."""
 
 _LATE_BYTES = 1 << 14
-"""What an answer to no open request counts at least: there are few of them, after a shard has changed hands."""
+"""Least size to count for an answer that matches no open request: few are normal, after a shard has moved."""
 
 
 class Head:
-    """
+    """Connect the head to its nodes.
+
     Args:
         host, ports: where to listen: on the first of these ports that is free (0: on any).
         admission: which nodes may join.
-        invited: so many of them take part at first.
+        invited: number of nodes that take part at first.
     """
 
     def __init__(
@@ -106,15 +107,15 @@ class Head:
         self._weights = WeightServer()
         self.pulls: deque[tuple[Pull, int, float]] = deque()  # those answered: bytes of weights sent, and when
         self.leaving: frozenset[int] = frozenset()
-        """Shards that are to change hands; the executor says when (`release`)."""
+        """Shards that are to move; the executor decides when (`release`)."""
         self.refusals: dict[int, str] = {}
         self.needed_nodes = 1
-        """The run ends by an error where fewer than these can run its environments."""
+        """The run ends with an error if fewer nodes can run its environments."""
         self._traffic = Traffic(nodes)
         self.dropped = 0
-        """Messages of sessions that are over, or that the protocol does not know."""
-        self._read_all_at = 0.0  # nothing was left to be read
-        self._unchecked = 0  # messages read since silence was looked at
+        """Messages of sessions that are over, that match no open request, or that break the protocol."""
+        self._read_all_at = 0.0  # when nothing was left to read
+        self._unchecked = 0  # messages read since nodes were checked for silence
         self._next_tick = 0.0
         self._listening_since = time.monotonic()
         self._listened_at = time.monotonic()
@@ -128,13 +129,13 @@ class Head:
     # -- the caller's thread ----------------------------------------------------------------------------------
 
     def send(self, shard: int, message: Any, payload: Sequence[Any] = ()) -> bool:
-        """To whoever has this shard; False where nobody has."""
+        """Send a message to the node that has this shard; return False if none has."""
         with self._mine:
             node = self.roster.holder(shard)
             return node is not None and self._send(node, message, payload)
 
     def offer(self, node: int, session: int, offer: Offer, data: bytes) -> None:
-        """These weights may be pulled by this node, while this session of it lasts."""
+        """Let this node pull these weights while this session lasts."""
         with self._mine:
             if node in self._active and self.roster.session(node) == session:
                 self._weights.keep({self.roster.session(other) for other in self._active})
@@ -147,25 +148,25 @@ class Head:
             self.leaving = self.roster.leaving
 
     def release(self, shard: int) -> None:
-        """This shard may change hands now."""
+        """Let a leaving shard move now."""
         with self._mine:
             self._do(self.roster.release(shard))
 
     def share_out(self) -> None:
-        """Begin with the nodes that are here: they take the others' shards until those come."""
+        """Begin with the nodes that have joined: they take the others' shards until those join."""
         with self._mine:
             self._do(self.roster.share_out(time.monotonic()))
 
     def need_packages(self, names: Sequence[str]) -> str | None:
-        """From now on nodes need these, in versions that fit; returns who of those that are here does not fit, and why.
+        """Require these packages of nodes from now on; return which node that has joined does not match, and why.
 
-        A node that joins later and does not fit is refused.
+        A node that joins later and does not match is refused.
         """
         with self._mine:
             return self._admission.need(names, sorted(self._active))
 
     def answered_nothing(self, shard: int, size: int) -> None:
-        """An answer to no open request: late, or a flood."""
+        """Count an answer that matches no open request: late, or a flood."""
         with self._mine:
             self.dropped += 1
             node = self.roster.holder(shard)
@@ -180,13 +181,13 @@ class Head:
         return [message for queue in queues.values() for message in queue.messages]
 
     def pump(self, timeout_s: float) -> None:
-        """Wait until something has come, at most so long, and sort it."""
+        """Wait for messages, at most this long, and handle them."""
         with self._mine:
             if self.inbox or self.shard_events or self.pulls:
                 timeout_s = 0.0
             self._advance(timeout_s)
 
-    # -- both, one at a time ----------------------------------------------------------------------------------
+    # -- both threads, one at a time --------------------------------------------------------------------------
 
     def _advance(self, timeout_s: float) -> None:
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
@@ -194,7 +195,7 @@ class Head:
             self._mine.was_woken()
         # Silence is counted up to here: what comes while this thread is held up below is read before the next tick.
         began = now = time.monotonic()
-        if now - self._listened_at > max(1.0, timeout_s + 0.5):  # the head itself stood still
+        if now - self._listened_at > max(1.0, timeout_s + 0.5):  # the head itself was held up
             self._listening_since = now
         arrived = self._socket.receive(ready, _MOST)
         for message in arrived:
@@ -204,7 +205,7 @@ class Head:
         if len(arrived) < _MOST:
             self._read_all_at = began
         elif self._unchecked < len(self._peers):
-            return  # peers are read in turn: one that seems silent may have said something that is not read yet
+            return  # peers are read in turn: one that seems silent may have unread messages
         self._unchecked = 0
         for link in self._socket.gone(ready):
             self._link_gone(link)
@@ -234,7 +235,7 @@ class Head:
                 self.roster.heard(node, self.roster.session(node), now)
             else:
                 self._sort(peer, *said, now)
-        except Exception as error:  # whatever a message leads to here ends its sender, never the head
+        except Exception as error:  # an error caused by a message ends its sender, never the head
             self._broke(peer, error, now)
 
     def _sort(self, peer: Peer, session: int, message: FromNode, frames: list[Any], now: float) -> None:
@@ -253,7 +254,7 @@ class Head:
         elif isinstance(message, Beat):
             self.progress.heard(node, message, self.roster.holder)
         elif isinstance(message, Bye):
-            self._send(node, Leave(-1, "goodbye"))  # all that it said before has come
+            self._send(node, Leave(-1, "goodbye"))  # everything that it sent before has been received
             self._do(self.roster.gone(node, short(message.reason), now))
         elif isinstance(message, Pull):
             self._give(message, peer)
@@ -265,19 +266,19 @@ class Head:
             self.inbox.put(message, frames)
 
     def _spend(self, peer: Peer, size: int, now: float) -> bool:
-        """Return whether a message that nobody asked for is within the rate; otherwise its sender is ended."""
+        """Return whether a message that answers no request is within the rate; otherwise drop its sender."""
         if peer.flow.spend(size, now, self._read_all_at):
             return True
         self.dropped += 1
         if self._active.get(peer.node) is peer:
             peer.flow = Flow()
-            self._broke(peer, ProtocolError("more messages that nobody asked for than are listened to"), now)
+            self._broke(peer, ProtocolError("too many messages that answer no request"), now)
         else:
             self._socket.cut(peer.link)
         return False
 
     def _broke(self, peer: Peer, error: Exception, now: float) -> None:
-        """Its messages cannot be: it is not listened to any more."""
+        """Drop a node whose message broke the protocol, and tell it why."""
         self.dropped += 1
         if self._active.get(peer.node) is peer:
             text = short(str(error) if isinstance(error, ProtocolError) else f"{type(error).__name__}: {error}")
@@ -310,7 +311,7 @@ class Head:
                     self._do(self.roster.gone(peer.node, "its connection ended", time.monotonic()))
 
     def shard_broke(self, shard: int, error: Exception) -> None:
-        """What the holder of this shard said cannot be: it is not listened to any more."""
+        """Drop the node that has this shard: one of its messages broke the protocol."""
         with self._mine:
             node = self.roster.holder(shard)
             peer = None if node is None else self._active.get(node)
@@ -318,9 +319,9 @@ class Head:
                 self._broke(peer, error, time.monotonic())
 
     def node_unfit(self, node: int, reason: str, detail: str) -> bool:
-        """Use this node no more: it cannot run the environments. Returns whether enough others are left."""
+        """Stop using a node that cannot run the environments; return whether enough others are left."""
         with self._mine:
-            self._events.add(Event("node_unfit", f"node {node} is not used any more: {reason}", detail=detail))
+            self._events.add(Event("node_unfit", f"node {node} is no longer used: {reason}", detail=detail))
             self._do(self.roster.unfit(node, reason, time.monotonic()))
             return self.roster.num_usable >= self.needed_nodes
 
@@ -379,7 +380,7 @@ class Head:
         }
 
     def close(self, is_over: bool = True) -> None:
-        """Tell everybody that the run is over, unless another head goes on with it. Idempotent, also interrupted."""
+        """Tell all nodes that the run is over, unless another head continues it. Idempotent, even if interrupted."""
         if self._is_closed:
             return
         error = self._ending.error()
@@ -387,7 +388,7 @@ class Head:
         for node in list(self._active) if is_over else ():
             self._send(node, Leave(-1, f"the run failed: {error}" if error else "the run is over", bool(error)))
         deadline = time.monotonic() + (1.0 if is_over else 0.0)
-        while self._active and time.monotonic() < deadline:  # what was said must be out before the socket closes
+        while self._active and time.monotonic() < deadline:  # the messages must be sent before the socket closes
             self._poller.poll(50)
             self._socket.receive()
             links = set(self._socket.gone())

@@ -32,13 +32,13 @@ class Inbox:
         return CONTROL_LIMIT + self._late_bytes.get(node, 0) + sum(self.open_bytes[shard] for shard in shards)
 
     def put(self, message: Any, frames: list[Any]) -> None:
-        """Keep a message for the caller. Raises ProtocolError where it is more than was requested."""
+        """Keep a message for the caller. Raises ProtocolError if more waits than was requested."""
         shard, size = message.shard, size_of(message, frames)
         waiting = self._put_bytes[shard] - self._read_bytes[shard] + size
         if waiting > CONTROL_LIMIT:
             most = self.open_bytes[shard] + 2 * CONTROL_LIMIT
             if waiting > most:
-                raise ProtocolError(f"{waiting} bytes that are not read yet, where {most} are the most that make sense")
+                raise ProtocolError(f"{waiting} bytes that are not read yet, where at most {most} were requested")
         self._put_bytes[shard] += size
         self._messages.append((shard, message, frames))
 
@@ -60,7 +60,7 @@ class Inbox:
 
 
 def size_of(message: Any, frames: Sequence[Any]) -> int:
-    """Return about how much memory a message takes."""
+    """Return approximately how many bytes of memory a message takes."""
     size = MESSAGE_BYTES + sum(map(len, frames))
     if not isinstance(message, SteppedAll):
         for name in ("text", "reason", "tail", "slots", "progress"):

@@ -15,16 +15,17 @@ from collections.abc import Callable
 from clusterenv.errors import ClusterEnvError
 from clusterenv.system.teardown import OwnThread
 
-_AWAY_S = 0.02  # after the caller's thread was away for so long, the other one listens
+_AWAY_S = 0.02  # after the caller's thread was away for this long, the other one listens
 
 _LISTEN_S = 0.25
 _JOIN_S = 2.0  # how long `stop` waits for the thread, which may be in a log handler that hangs
 
 
 class Listener:
-    """
+    """Share the socket between the caller's thread and the listening thread.
+
     Args:
-        read: waits at most so many seconds for messages, and handles them; called with the lock held.
+        read: waits at most this many seconds for messages, and handles them; called with the lock held.
     """
 
     def __init__(self, read: Callable[[float], None]) -> None:
@@ -76,7 +77,7 @@ class Listener:
                     finally:
                         self._lock.release()
         except BaseException as error:
-            if not self._quit.is_set():  # else the socket was closed meanwhile
+            if not self._quit.is_set():  # else the socket was closed
                 self._failure = error
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Output of nodes' workers that waits to be shown: bounded, and what is dropped is counted.
+"""Queue the output of nodes' workers until it is shown: bounded, and dropped lines are counted.
 
 Filled by the head's listening thread while the learner computes, maybe for hours; `RemoteExecutor` shows it.
 """

@@ -1,4 +1,4 @@
-"""The connections of nodes: what a node must have to join, and how much was sent and received."""
+"""Track the connections of nodes: what a node must have to join, and how much was sent and received."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Peer:
 
 
 class Admission:
-    """What a node must have to join: a key of the run, so many cores, and packages in versions that match those here.
+    """Check what a node must have to join: a key of the run, enough cores, and packages in matching versions.
 
     Args:
         node_keys: public keys of the nodes, in the order of their numbers.
@@ -62,7 +62,7 @@ class Admission:
 
 
 def _mismatch(hello: Hello, cores: int, sends_pickle: bool, packages: Iterable[str]) -> str | None:
-    """Return why a node does not fit a run that needs so many cores of it, and these packages in matching versions."""
+    """Return why a node cannot join a run that needs this many cores of it, and these packages in matching versions."""
     pairs = [
         ("protocol", str(hello.protocol), str(PROTOCOL)),
         ("clusterenv", hello.clusterenv, __version__),
@@ -75,17 +75,17 @@ def _mismatch(hello: Hello, cores: int, sends_pickle: bool, packages: Iterable[s
     if wrong:
         return f"versions differ: {'; '.join(wrong)}. Install the same on both sides"
     if sends_pickle and not hello.allow_pickle:
-        return f"{hello.host} takes no pickled code: say allow_pickle=False here, or start it without --no-pickle"
+        return f"{hello.host} takes no pickled code: set allow_pickle=False here, or start it without --no-pickle"
     if hello.cores < cores:
         return (
             f"{hello.host} may use {hello.cores} CPUs (by affinity and control group quotas) for {cores} workers: "
-            "ask for fewer workers_per_node or more CPUs, or say oversubscribe=True"
+            "ask for fewer workers_per_node or more CPUs, or set oversubscribe=True"
         )
     return None
 
 
 class Traffic:
-    """Bytes and frames by node. Encryption adds 42 bytes to each frame at most; Ethernet, IP and TCP 66 to a packet."""
+    """Bytes and frames by node. Encryption adds at most 42 bytes to a frame; Ethernet, IP and TCP 66 to a packet."""
 
     def __init__(self, nodes: int) -> None:
         self.sent_bytes, self.received_bytes = [0] * nodes, [0] * nodes

@@ -1,4 +1,4 @@
-"""What the workers of nodes are doing, from the nodes' beats. Pure."""
+"""Track what the workers of nodes are doing, from the nodes' beats. Pure."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class WorkerProgress:
         self._shard_of, self._num_phases = dict(enumerate(shard_of)), num_phases
 
     def heard(self, node: int, beat: Beat, holder: Callable[[int], int | None]) -> None:
-        """Keep the progress of a node's own workers. Raises ProtocolError where it cannot be true."""
+        """Keep the progress of a node's own workers. Raises ProtocolError if it is impossible."""
         if len(beat.progress) > len(self._shard_of):
-            raise ProtocolError(f"the progress of {len(beat.progress)} workers, where there are {len(self._shard_of)}")
+            raise ProtocolError(f"the progress of {len(beat.progress)} workers, of a run with {len(self._shard_of)}")
         for worker, pid, slot, phase, step in beat.progress:
             if not 0 <= phase < self._num_phases:
-                raise ProtocolError(f"a worker in phase {phase}")
+                raise ProtocolError(f"a worker in the unknown phase {phase}")
             shard = self._shard_of.get(worker)
-            if shard is not None and holder(shard) == node:  # it may have left the shard just now
+            if shard is not None and holder(shard) == node:  # the node may have just left the shard
                 self._known[worker] = (pid, slot, phase, step)
 
     def of(self, worker: int) -> tuple[int, int, int, int] | None:

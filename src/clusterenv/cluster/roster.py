@@ -55,7 +55,7 @@ class Replace(NamedTuple):
     node: int
     reason: str
     event: Literal["node_lost", "node_asked_again", "node_invited"] = "node_lost"
-    """It was active; it or its replacement ended before it joined; the run is to be larger."""
+    """In this order: it was active; it or its replacement ended before it joined; the run is scaled up."""
 
 
 class Dismiss(NamedTuple):
@@ -69,7 +69,7 @@ Instruction = Admit | Refuse | ShardAssigned | ShardUnassigned | Replace | Dismi
 
 _ASK_AGAIN_S = 5.0
 _ASK_MOST_S = 60.0
-"""How soon a node that ended before it joined is requested again: twice as long each time, up to the second."""
+"""Delay before a node that ended before it joined is requested again: doubled each time, up to the second value."""
 
 _AFTER = {
     (NodeState.AWAITED, "hello"): NodeState.ACTIVE,
@@ -96,8 +96,8 @@ class Roster:
     """`nodes` nodes with a shard each, of which the first `invited` take part; `scale` changes that.
 
     Args:
-        dead_after_s: a node that is silent for so long is lost.
-        move_after_s: a shard without a node for so long goes to another one, if there is any; None: never.
+        dead_after_s: a node that is silent for this long is lost.
+        move_after_s: a shard without a node for this long goes to another one, if there is any; None: never.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Roster:
             if node.instance != instance:
                 if now - node.heard_at < self._dead_after_s / 2:
                     return [Refuse(number, f"node {number} is here already, with the same key", True)]
-                return [Refuse(number, f"node {number} was here a moment ago; come again", False)]
+                return [Refuse(number, f"node {number} was here a moment ago; try again", False)]
             done += self._unassign(node, number, "it came back with a new connection", now)
         self._move(node, "hello", "joined")
         self._sessions += 1
@@ -200,7 +200,7 @@ class Roster:
             self._move(node, "gone", reason)
             return [*self._unassign(node, number, reason, now), Dismiss(number), *self._place(now)]
         if node.state is not NodeState.ACTIVE:
-            if node.asked_at is None:  # not at once: whoever waits for it may give up the start
+            if node.asked_at is None:  # not at once: the caller may give up the start
                 node.asked_at = now
             if node.state is NodeState.UNFIT or now - node.asked_at < min(_ASK_AGAIN_S * 2**node.asked, _ASK_MOST_S):
                 return []
@@ -212,7 +212,7 @@ class Roster:
         return [*self._unassign(node, number, reason, now), Replace(number, reason), *self._place(now)]
 
     def unfit(self, number: int, reason: str, now: float) -> list[Instruction]:
-        """Move the shards of a node that cannot run the environments at once; it is not requested again."""
+        """Move the shards of a node that cannot run the environments, without delay; it is not requested again."""
         node = self._nodes[number]
         if node.state is not NodeState.ACTIVE:
             return []
@@ -225,7 +225,7 @@ class Roster:
         for number, node in enumerate(self._nodes):
             silent_s = now - max(node.heard_at, listening_since)
             if node.state is NodeState.ACTIVE and silent_s > self._dead_after_s:
-                done += self.gone(number, f"it said nothing for {silent_s:.1f} s", now)
+                done += self.gone(number, f"it was silent for {silent_s:.1f} s", now)
         return done + self._place(now)
 
     def scale(self, nodes: int, now: float) -> list[Instruction]:
@@ -252,7 +252,7 @@ class Roster:
         return done if number in self._invited else done + self._dismiss(number)
 
     def share_out(self, now: float) -> list[Instruction]:
-        """Begin the run: assign every shard to a node that has joined, also if its own node never has."""
+        """Begin the run: assign every shard to a node that has joined, even if its own node never has."""
         done = self._place(now)
         for number in self.missing:
             if self._nodes[number].state is NodeState.AWAITED:

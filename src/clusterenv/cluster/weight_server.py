@@ -1,4 +1,4 @@
-"""Weights that nodes may pull, and the answers to their pulls. Pure: what is to be sent is returned as messages.
+"""Hold weights that nodes may pull, and answer their pulls. Pure: messages to be sent are returned.
 
 Filled by the caller's thread, read by whichever thread listens: the table is replaced, never changed.
 """
@@ -40,7 +40,7 @@ class WeightServer:
             self._table = {number: entry for number, entry in self._table.items() if entry.session in sessions}
 
     def answer(self, pull: Pull, session: int) -> Iterator[tuple[Any, list[Any]]]:
-        """Return messages with their frames; what is not in the table is withdrawn.
+        """Return messages with their frames; weights that are not in the table are withdrawn.
 
         Each range is sent once, in order; a node whose weights arrived damaged begins again, three times at most.
         """
@@ -58,7 +58,7 @@ class WeightServer:
             entry.given = 0
             entry.attempts += 1
         if entry.attempts > _ATTEMPTS or pull.at != entry.given or pull.at + pull.size > size:
-            raise ProtocolError(f"{pull.size} bytes of weights from {pull.at} on, where {entry.given} were given")
+            raise ProtocolError(f"{pull.size} bytes of weights from {pull.at} on, after {entry.given} were sent")
         begin, entry.given = pull.at, pull.at + pull.size
         end, view = entry.given, memoryview(entry.data)
         return ((Chunk(pull.weights, at), [view[at : min(at + CHUNK, end)]]) for at in range(begin, end, CHUNK))

@@ -1,1 +1,1 @@
-"""The user's code: how it is named, found, packed and sent."""
+"""Name, find, pack and send the user's code."""

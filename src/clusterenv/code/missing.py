@@ -1,7 +1,7 @@
-"""Pickle the user's code for other processes and machines, with the source files that these may lack.
+"""Pickle the user's code for other processes and machines, with the source files that they may lack.
 
-`cloudpickle` sends what is in an importable module by name, and what belongs to the script itself by value. Whether a
-machine can import the module is decided in `packages.py`.
+`cloudpickle` pickles objects of importable modules by name, and objects of the script itself by value. `packages.py`
+decides whether a machine can import the module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def dumps(value: Any) -> bytes:
 
 
 def dumps_with_words(value: Any) -> tuple[bytes, set[str]]:
-    """Pickle, and collect every string in it: names of modules, of what functions import, of entry points."""
+    """Pickle `value`, and collect every string in it: names of modules, of functions' imports, of entry points."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
@@ -38,13 +38,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self.words: set[str] = set()
 
     def persistent_id(self, obj: Any) -> None:
-        """Called with everything that is pickled; None: as usual."""
+        """Collect strings: pickle calls this for every object, and None means to pickle it as usual."""
         if type(obj) is str:
             self.words.add(obj)
 
 
 def carry(value: Any, known: Collection[str]) -> bytes:
-    """Pickle for any machine, with the files of the user's own packages; those `known` were compared before."""
+    """Pickle for any machine, with the files of the user's own packages, except those `known` from an earlier check."""
     data, words = dumps_with_words(value)
     packages = [package for package in sources.collect(words, known) if not package.unsendable]
     if not packages:
@@ -54,7 +54,7 @@ def carry(value: Any, known: Collection[str]) -> bytes:
 
 
 class _Carried:
-    """Unpickles as `data`, after the modules that the process lacks were installed."""
+    """Unpickle as `data`, after installing the modules that the process lacks."""
 
     def __init__(self, wanted: list[sources.Wanted], archives: dict[str, bytes], data: bytes) -> None:
         self._parts = wanted, archives, data
@@ -64,7 +64,7 @@ class _Carried:
 
 
 def _unpack(wanted: list[sources.Wanted], archives: dict[str, bytes], data: bytes) -> Any:
-    # Modules that this process has imported already stay as they are.
+    # Modules that this process has already imported are not replaced.
     comparison = sources.compare([package for package in wanted if package.name not in sys.modules])
     for name in comparison.lacking:
         sources.install({}, archives[name])
@@ -81,7 +81,7 @@ def why(error: BaseException) -> str:
 
 
 def missing_package(text: str, where: str) -> str:
-    """Return what to do about a remote traceback of a missing module; "" for any other."""
+    """Return advice for a remote traceback of a missing module; "" for any other traceback."""
     found = _MISSING.search(text)
     if found is None:
         return ""

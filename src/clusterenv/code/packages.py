@@ -28,11 +28,11 @@ import msgspec
 _EVERYWHERE = frozenset(
     {"__main__", "__mp_main__", "clusterenv", "cloudpickle", "gymnasium", "msgspec", "numpy", "zmq"}
 )
-"""Never sent: packages that a node has imported already, and the script, which is pickled by value."""
+"""Never sent: packages that a node has already imported, and the script, which is pickled by value."""
 
-_MAX_ENTRIES = 20_000  # the most directory entries of one package
+_MAX_ENTRIES = 20_000  # directory entries per package
 
-_MAX_BYTES = 16 << 20  # the largest size of the Python files of one package
+_MAX_BYTES = 16 << 20  # total size of the Python files of one package
 
 _STDLIB = Path(os.__file__).resolve().parent
 
@@ -50,8 +50,8 @@ class Wanted(NamedTuple):
     """A package of the head."""
 
     name: str
-    fingerprint: str  # of its Python files; empty if they are too many
-    folder: str  # its place on the head
+    fingerprint: str  # of its Python files; empty if there are too many
+    folder: str  # its parent folder on the head
 
 
 class File(NamedTuple):
@@ -62,7 +62,7 @@ class File(NamedTuple):
 
 
 class Package(NamedTuple):
-    """A package of the user's own, with the files as they were when it was read."""
+    """One of the user's own packages, with its files as they were when they were read."""
 
     wanted: Wanted
     files: tuple[File, ...]
@@ -72,15 +72,15 @@ class Package(NamedTuple):
 class Comparison(NamedTuple):
     """Which of the wanted packages a machine has."""
 
-    folders: dict[str, str]  # packages that it has in a folder that is not on Python's path, and that folder
-    lacking: tuple[str, ...]  # packages that it does not have, or with other files
+    folders: dict[str, str]  # packages that it has outside of Python's path, and their folders
+    lacking: tuple[str, ...]  # packages that it does not have, or has with different files
 
 
 # -- on the head --------------------------------------------------------------------------------------------------
 
 
 def collect(words: Iterable[str], known: Collection[str] = ()) -> tuple[Package, ...]:
-    """Return the user's own packages among these strings, and what they import in turn, without those `known`.
+    """Return the user's own packages that these strings name, and those that they import, except those `known`.
 
     A string that only looks like a module's name does no harm.
     """
@@ -111,7 +111,7 @@ def find_own(name: str) -> Package | None:
         listing = list(_list(name, spec))
     except _TooManyError:
         if not _has_init(spec) and name not in sys.modules:
-            return None  # any folder can be a namespace package: this one is probably none
+            return None  # any folder can be a namespace package, but one this large probably is not
         reason = f"its folder has more than {_MAX_ENTRIES} entries"
         return Package(Wanted(name, "", str(folder)), (), reason)
     wanted = Wanted(name, _fingerprint(listing), str(folder))
@@ -135,7 +135,7 @@ def is_importable(name: str) -> bool:
 
 
 def pack(packages: Iterable[Package]) -> bytes:
-    """Return the files of these packages for `install`, of those that can be sent."""
+    """Return the files of those packages that can be sent, for `install`."""
     files = [file for package in packages if not package.unsendable for file in package.files]
     return zlib.compress(msgspec.msgpack.encode(files), 1)
 
@@ -145,7 +145,7 @@ def top_level(name: str) -> str:
 
 
 class _Candidates:
-    """Tell quickly for most strings that they name no package of the user's own."""
+    """Rule out quickly most strings that do not name one of the user's own packages."""
 
     def __init__(self) -> None:
         self._known = {name for name in sys.modules if "." not in name}
@@ -153,7 +153,7 @@ class _Candidates:
             if not _is_for_packages(entry):
                 self._known.update(name.partition(".")[0] for name in _names(entry))
         usual = (BuiltinImporter, FrozenImporter, PathFinder)
-        self._finders = [finder for finder in sys.meta_path if finder not in usual]  # of editable installs
+        self._finders = [finder for finder in sys.meta_path if finder not in usual]  # from editable installs
         self._known -= sys.stdlib_module_names
 
     def __call__(self, name: str) -> bool:
@@ -163,7 +163,7 @@ class _Candidates:
 def _can_find(finder: Any, name: str) -> bool:
     try:
         return finder.find_spec(name, None) is not None
-    except Exception:  # a finder of some package
+    except Exception:  # another package's finder may raise anything
         return False
 
 
@@ -180,7 +180,7 @@ def _imports(source: bytes) -> Iterator[str]:
 
 
 def compare(wanted: Iterable[Wanted]) -> Comparison:
-    """Compare packages of the head with those that this process can import. Imports none of them."""
+    """Compare packages of the head with those that this process can import, without importing any."""
     importlib.invalidate_caches()
     folders: dict[str, str] = {}
     lacking = []
@@ -206,7 +206,7 @@ def _has_same(package: Wanted, spec: ModuleSpec | None) -> bool:
 
 
 def install(folders: dict[str, str], archive: bytes) -> None:
-    """Have these packages imported from these folders, and those of the archive from memory."""
+    """Make `folders` importable from their folders, and the modules in the archive from memory."""
     files = msgspec.msgpack.decode(zlib.decompress(archive), type=list[File]) if archive else []
     sys.meta_path.insert(0, _Finder(folders, {file.module: file for file in files}))
 
@@ -238,7 +238,7 @@ class _Loader(importlib.abc.SourceLoader):
         return self._file.path
 
     def get_data(self, path: Any) -> bytes:
-        if path != self._file.path:  # bytecode, or data beside the module
+        if path != self._file.path:  # bytecode, or a data file beside the module
             raise FileNotFoundError(f"{path}: only Python files were sent with {self._file.module!r}")
         return self._file.source
 
@@ -262,7 +262,7 @@ class _Entry(NamedTuple):
 def _find_spec(name: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)
-    except Exception:  # a module without __spec__, or a finder of some package
+    except Exception:  # a module without __spec__, or another package's finder
         return None
 
 
@@ -271,7 +271,7 @@ def _has_init(spec: ModuleSpec) -> bool:
 
 
 def _folder(spec: ModuleSpec | None) -> Path | None:
-    """Return the folder in which Python found it, if any."""
+    """Return the folder in which Python found this module or package, if any."""
     if spec is None:
         return None
     at = next(iter(spec.submodule_search_locations or ()), None) or (spec.origin if spec.has_location else None)
@@ -286,7 +286,7 @@ def _is_for_packages(folder: Path) -> bool:
 
 
 def _installed_in(folder: Path) -> set[str]:
-    """Return what `pip install --target` put into this folder, which may have the user's own files too."""
+    """Return the names that `pip install --target` put into this folder, which may also hold the user's own files."""
     found = set()
     for info in (folder / name for name in _names(folder) if name.endswith(".dist-info")):
         found.add(info.name.partition("-")[0])
@@ -306,7 +306,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _list(name: str, spec: ModuleSpec) -> Iterator[_Entry]:
-    """List the files of a module or package that Python could import, and its folders without `__init__.py`."""
+    """Yield the files of a module or package that Python could import, and its folders without `__init__.py`."""
     if spec.submodule_search_locations is None:
         if spec.origin:
             status = Path(spec.origin).stat()
@@ -348,6 +348,6 @@ def _suffix(name: str) -> str:
 
 
 def _fingerprint(listing: list[_Entry]) -> str:
-    """Return a hash of sizes and times. Contents would delay the start: a package may be large, its disk slow."""
+    """Return a hash of sizes and times. Hashing contents would delay the start for large packages or slow disks."""
     lines = sorted(f"{entry.module} {entry.suffix} {entry.size} {entry.mtime_s}" for entry in listing if entry.path)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]

@@ -1,7 +1,7 @@
 """Copy Gymnasium's registry to processes that make environments by id.
 
-A worker has imported Gymnasium, but does not have what the script or a package that it imported has registered. That is
-sent with the environments' code (`pack`), and registered there (`install`).
+A worker has imported Gymnasium, but lacks what the script, or a package that the script imported, has registered. The
+head sends that with the environments' code (`pack`), and the worker registers it (`install`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _ATOMS = (str, int, float, bool, bytes, type(None))
 
 class Registered(NamedTuple):
     plain: bytes
-    """A pickled list of the specs of plain data, nearly all, compressed: those of Gymnasium itself make it large."""
+    """A pickled list of the specs made of plain data, compressed: Gymnasium's own specs make it large."""
     others: dict[str, bytes | str]
-    """By id, each pickled by itself, as it may fail; text: why it could not be pickled."""
+    """Id → its spec, pickled separately because that may fail; a str says why it could not be pickled."""
 
 
 def pack(dumps: Callable[[Any], bytes]) -> Registered:
-    """Pack all that is registered in this process."""
+    """Pack everything that is registered in this process."""
     plain, others = [], dict[str, bytes | str]()
     for name, spec in list(registry.items()):
         if _is_plain(spec):
@@ -43,7 +43,7 @@ def pack(dumps: Callable[[Any], bytes]) -> Registered:
 
 
 def install(registered: Registered) -> None:
-    """Register these specs here. One that could not be sent raises an error when it is made."""
+    """Register these specs here. Making an environment from a spec that could not be sent raises an error."""
     changed = False
     for spec in pickle.loads(zlib.decompress(registered.plain)):
         if registry.get(spec.id) != spec:
@@ -53,7 +53,7 @@ def install(registered: Registered) -> None:
         registry[name] = _load(name, data)
         changed = True
     if changed:
-        # A package that is imported here registers its ids again, and Gymnasium would warn of each.
+        # A package that is imported here registers its ids again, and Gymnasium would warn about each.
         warnings.filterwarnings("ignore", message=".*Overriding environment .* already in registry")
 
 
@@ -62,13 +62,13 @@ def _load(name: str, data: bytes | str) -> EnvSpec:
         return _missing(name, f"cannot be sent to a worker: {data}")
     try:
         spec: EnvSpec = pickle.loads(data)
-    except Exception as error:  # user code that runs while it is unpickled
+    except Exception as error:  # unpickling runs user code
         return _missing(name, f"could not be loaded in a worker: {type(error).__name__}: {error}")
     return spec
 
 
 def _missing(name: str, reason: str) -> EnvSpec:
-    """Return a spec that raises SpecError when it is made."""
+    """Return a spec that raises SpecError when an environment is made from it."""
 
     def entry_point(**kwargs: Any) -> gym.Env[Any, Any]:
         raise SpecError(
@@ -87,5 +87,5 @@ def _is_plain(value: Any) -> bool:
         return type(value) in (list, tuple) and all(map(_is_plain, value))
     if isinstance(value, dict):
         return type(value) is dict and all(_is_plain(key) and _is_plain(item) for key, item in value.items())
-    # Gymnasium itself registers a few functions, which every worker has.
+    # Gymnasium itself registers a few functions, which every worker can import.
     return type(value) in _ATOMS or getattr(value, "__module__", "") == "gymnasium.envs"

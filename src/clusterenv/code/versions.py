@@ -7,21 +7,21 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Mapping
 
-import cloudpickle  # noqa: F401  both are imported anyway, and may have no metadata where they come from PYTHONPATH
+import cloudpickle  # noqa: F401  both are imported anyway, and have no metadata if they come from PYTHONPATH
 import numpy  # noqa: F401
 
 FOR_PICKLES = ("cloudpickle", "numpy")
-"""Packages whose versions have to match wherever code is pickled."""
+"""Packages whose versions must match wherever code is pickled."""
 
 _PARTS = {"cloudpickle": 2, "numpy": 1, "torch": 2}
-"""How many parts of a version number have to be equal. numpy reads arrays pickled by the same major version;
-cloudpickle and torch promise nothing between two minor versions."""
+"""How many parts of a version number must be equal. numpy reads arrays pickled by the same major version;
+cloudpickle and torch do not promise compatibility between minor versions."""
 
 _UNKNOWN = "of an unknown version"
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of the packages that are compared; those that are not installed are left out."""
+    """Return the versions of the packages to compare, without those that are not installed."""
     return {name: version for name in _PARTS if (version := _version(name)) is not None}
 
 
@@ -38,7 +38,7 @@ def _version(name: str) -> str | None:
 def differences(
     theirs: Mapping[str, str], ours: Mapping[str, str], names: Iterable[str], is_pickled: bool = True
 ) -> list[str]:
-    """Return, for each of these packages that does not match, which version is where.
+    """Return a text for each of these packages whose versions do not match.
 
     Without pickled code, they only have to be installed.
     """

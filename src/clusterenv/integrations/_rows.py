@@ -1,4 +1,4 @@
-"""Take batches apart: infos (`{key: array, "_key": mask}`) and observations of single environments. Pure."""
+"""Split batched infos (`{key: array, "_key": mask}`) and observations into those of single environments. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clusterenv.rollout import map_arrays
 
 
 def rows_of(infos: dict[str, Any], num_envs: int) -> list[dict[str, Any]]:
-    """Return one dict per environment, with the keys that its mask says it reported.
+    """Return one dict per environment, with the keys that it reported according to the masks.
 
     >>> rows_of({"x": np.array([3, 0]), "_x": np.array([True, False])}, 2)
     [{'x': np.int64(3)}, {}]

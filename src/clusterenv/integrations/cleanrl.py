@@ -40,8 +40,8 @@ class Gymnasium029(VectorWrapper):
     """Infos of Gymnasium 0.29 over any `VectorEnv` that autoresets in the same step.
 
     In a step that ends episodes, `infos["final_info"]` and `infos["final_observation"]` are `[N]` arrays of
-    objects with `None` where no episode ended. If an environment or its worker was lost, the last observation
-    that arrived stands in for the final one, and `final_info` is `None`: a script must not log half an episode as a
+    objects with `None` where no episode ended. If an environment or its worker was lost, the last observation that
+    arrived replaces the final one, and `final_info` is `None`, so that a script does not log half an episode as a
     whole one.
 
     The single spaces are copies, because scripts assign to them (`single_observation_space.dtype = ...`), and

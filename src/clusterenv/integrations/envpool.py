@@ -35,7 +35,7 @@ def envpool(task_id: str, *, num_threads: int = 1, info_keys: Sequence[str] = ()
     """Return EnvPool environments for `ClusterEnv`; `kwargs` go to `envpool.make`, `num_threads` is per worker.
 
     Only the infos of `info_keys` leave the worker: EnvPool has some in every step (`elapsed_step`, Atari's
-    128 bytes of `ram`), and sending them can cost as much as the stepping.
+    128 bytes of `ram`), and sending them can cost as much as stepping.
 
     >>> from clusterenv import ClusterEnv
     >>> with ClusterEnv(envpool("CartPole-v1", max_episode_steps=200), num_envs=8) as envs:
@@ -71,7 +71,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         self._kwargs = {**kwargs, "num_envs": num_envs, "num_threads": num_threads}
         self.num_envs = num_envs
         self._seeds = self._checked(seeds)
-        # Seeds for the environments that a later `reset` names no seed for; the same in every run.
+        # Seeds for environments that a later `reset` gives no seed; the same in every run.
         self._spare = np.random.default_rng(self._seeds)
         with _quiet_spaces():
             spec = self._library.make_spec(task_id, **self._kwargs)
@@ -83,7 +83,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.render_mode = kwargs.get("render_mode")
         self.metadata = {"render_modes": ["rgb_array", "human"], "autoreset_mode": AutoresetMode.NEXT_STEP}
-        # Built by the first reset: its seeds decide, and an Atari or MuJoCo pool is not built twice.
+        # Built by the first reset, whose seeds it needs, so that an Atari or MuJoCo pool is not built twice.
         self._pool: Any = None
         self._obs: Any = None
 
@@ -148,7 +148,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         return self._obs, self._masked(placed, mask)
 
     def _masked(self, infos: dict[str, Any], mask: Any = True) -> dict[str, Any]:
-        """Return the wanted infos, with masks as Gymnasium has them."""
+        """Return the infos of `info_keys`, with Gymnasium's masks."""
         masked: dict[str, Any] = {}
         for key in self._info_keys:
             masked[key] = infos[key]
@@ -166,7 +166,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
 
 
 def _placed(old: Any, new: Any, rows: Any) -> Any:
-    """Return a copy of `old` with `rows` replaced; EnvPool answers a partial reset with those rows only."""
+    """Return a copy of `old` with `rows` replaced; EnvPool's partial reset returns only those rows."""
 
     def place(whole: Any, part: Any) -> Any:
         out = whole.copy()

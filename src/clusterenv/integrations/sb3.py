@@ -35,8 +35,8 @@ Indices = int | Iterable[int] | None
 def make_sb3(env: Any, num_envs: int | None = None, *, monitor: bool = True, **kwargs: Any) -> VecEnv:
     """Return `ClusterEnv(env, num_envs, **kwargs)` for Stable-Baselines3.
 
-    As SB3's `make_vec_env`, it records the episodes' returns and lengths, unless the environments have SB3's
-    `Monitor` already or `monitor=False`.
+    Like SB3's `make_vec_env`, it records the episodes' returns and lengths, unless the environments already have
+    SB3's `Monitor` or `monitor=False`.
 
     >>> envs = make_sb3("CartPole-v1", num_envs=4)
     >>> envs.reset().shape
@@ -52,8 +52,8 @@ def make_sb3(env: Any, num_envs: int | None = None, *, monitor: bool = True, **k
 class SB3VecEnv(VecEnv):
     """An SB3 `VecEnv` over any Gymnasium `VectorEnv` in `SAME_STEP` autoreset.
 
-    Where an environment or its worker was lost, the step's info has `transition_valid=False`, and
-    `terminal_observation` is the last observation that arrived: SB3 bootstraps there, as at a time limit, and never
+    If an environment or its worker was lost, the step's info has `transition_valid=False`, and
+    `terminal_observation` is the last observation that arrived: SB3 bootstraps from it, as at a time limit, and never
     joins two episodes.
 
     >>> envs = SB3VecEnv(ClusterEnv("CartPole-v1", 2, autoreset_mode=AutoresetMode.SAME_STEP))
@@ -63,7 +63,7 @@ class SB3VecEnv(VecEnv):
     """
 
     def __init__(self, envs: VectorEnv[Any, Any, Any]) -> None:
-        check_same_step(envs, "Stable-Baselines3 wants ended episodes reset in the same step")
+        check_same_step(envs, "Stable-Baselines3 needs ended episodes reset in the same step")
         self.envs: Any = envs
         self._actions: Any = None
         self._obs: Any = None
@@ -97,7 +97,7 @@ class SB3VecEnv(VecEnv):
         return self._obs, np.asarray(rewards, dtype=np.float32), dones, rows
 
     def _ended(self, i: int, row: dict[str, Any], before: Any) -> dict[str, Any]:
-        """Return the info of the step that ended; the rest of the row belongs to the reset that followed."""
+        """Return the info of the step that ended the episode; the rest of the row belongs to the following reset."""
         timeout = row.pop("TimeLimit.truncated")
         last = row.pop("final_obs", None)
         ended: dict[str, Any] = row.pop("final_info", {})
@@ -127,7 +127,7 @@ class SB3VecEnv(VecEnv):
         return True
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
-        if attr_name == "render_mode":  # SB3 asks before anything else; a remote answer would cost a round trip
+        if attr_name == "render_mode":  # SB3 reads it in its constructor; asking workers would cost a round trip
             values: Sequence[Any] = [self.envs.render_mode] * self.num_envs
         elif indices is not None and isinstance(self.envs, ClusterEnv):
             return list(self.envs.get_attr(attr_name, list(self._get_indices(indices))))
@@ -141,7 +141,7 @@ class SB3VecEnv(VecEnv):
             self.envs.set_attr(attr_name, [value] * self.num_envs)
         elif isinstance(self.envs, ClusterEnv):
             self.envs.set_attr(attr_name, [value] * len(chosen), chosen)
-        else:  # other vector environments set all: the rest keep what they have
+        else:  # other vector environments set all, so the rest get their present values
             values = list(self.get_attr(attr_name))
             for i in chosen:
                 values[i] = value
@@ -150,7 +150,7 @@ class SB3VecEnv(VecEnv):
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
     ) -> list[Any]:
-        """Call a method of every environment; a `VectorEnv` cannot call some only: `indices` must be all."""
+        """Call a method of every environment; `indices` must be all, because a `VectorEnv` cannot call only some."""
         chosen = list(self._get_indices(indices))
         if sorted(chosen) != list(range(self.num_envs)):
             raise SpecError(f"env_method({method_name!r}, indices={chosen}): a VectorEnv calls all environments")
@@ -160,7 +160,7 @@ class SB3VecEnv(VecEnv):
     def env_is_wrapped(
         self, wrapper_class: type[gym.Wrapper[Any, Any, Any, Any]], indices: Indices = None
     ) -> list[bool]:
-        """Return whether each environment has that wrapper, by its name: the objects stay on the workers."""
+        """Return whether each environment has that wrapper, compared by name: the objects stay on the workers."""
         names = _names(wrapper_class)
         texts = self.envs.call("__str__")
         return [not names.isdisjoint(_wrappers(texts[i])) for i in self._get_indices(indices)]

@@ -44,7 +44,7 @@ FAILED = 1
 
 _TO_SEND = 1 / 3  # the share of the grace period that is kept for sending what workers have finished
 
-_LINGER_S = 1.0  # how long the last messages may take: within the grace period, its end
+_LINGER_S = 1.0  # how long sending the last messages may take, at the end of the grace period
 
 _RETRY_S, _ANSWER_S = 0.5, 10.0
 _SILENT = "the head does not answer"
@@ -56,14 +56,15 @@ class _AwaitsCode(NamedTuple):
     host: messages.AssignShard
     payload: bytes
     folders: dict[str, str]
-    messages: list[tuple[Any, list[Any]]]  # for the shard, received meanwhile
+    messages: list[tuple[Any, list[Any]]]  # for the shard, received while it waits
 
 
 class Agent:
-    """
+    """Host the shards that the head assigns to this machine.
+
     Args:
-        lease_s: how long to go on without a head; replaced by the head's own value.
-        dead_after_s: a connection that is silent for so long is closed.
+        lease_s: how long to continue without a head; replaced by the head's own value.
+        dead_after_s: a connection that is silent for this long is closed.
         allow_pickle: accept pickled code.
         grace_s: how long this process has from SIGTERM until it is killed.
     """
@@ -86,7 +87,7 @@ class Agent:
         self._versions = versions.installed()
         self._weights = WeightStore(self._say)
         self._shards: dict[int, Shard] = {}
-        self._closing: list[threading.Thread] = []  # in which unassigned shards end their workers
+        self._closing: list[threading.Thread] = []  # which end the workers of unassigned shards
         self._heard_at = 0.0
         self._awaiting: dict[int, _AwaitsCode] = {}
         self._socket: NodeSocket | None = None
@@ -127,7 +128,7 @@ class Agent:
                 if problem is not None:
                     waited = time.monotonic() - last_there
                     if self._session and not problem.is_refusal:
-                        # Its machine is gone or unreachable: count the silence before the connection was closed.
+                        # The head's machine is gone or unreachable: count the silence before the connection closed.
                         waited += min(self._silence_s, last_there - self._heard_at)
                     if waited > self._patience_s or self._leaving is not None:
                         emit(logging.ERROR, f"no head for {waited:.0f} s: {problem.text}")
@@ -142,17 +143,17 @@ class Agent:
             if self._has_said_bye:
                 return 0
             if ended == "refused":
-                emit(logging.ERROR, f"{self._joining.address} does not know this node's key: it is of another run")
+                emit(logging.ERROR, f"{self._joining.address} does not know this node's key: it belongs to another run")
                 return NEVER
-            emit(logging.WARNING, f"the connection to the head is gone ({ended}); joining again")
+            emit(logging.WARNING, f"the connection to the head ended ({ended}); joining again")
             self._hang_up()
             if not self._is_welcome:
                 time.sleep(_RETRY_S)
-                # A suspended head accepts connections and is silent; without a head they end.
+                # A suspended head accepts connections and is silent; without a head, connections end.
                 patience_s = self._lease_s if ended == _SILENT else self._patience_s
                 if time.monotonic() - last_there > patience_s:
                     emit(logging.ERROR, f"{self._joining.address} is not the head that this key file names")
-                    return FAILED if self._session else NEVER  # a forwarded port answers when its head is gone
+                    return FAILED if self._session else NEVER  # a forwarded port answers even if its head is gone
         return self._exit
 
     @property
@@ -162,7 +163,7 @@ class Agent:
 
     @property
     def _silence_s(self) -> float:
-        """A connection that is silent for so long is closed."""
+        """A connection that is silent for this long is closed."""
         return min(self._dead_after_s, self._lease_s)
 
     # -- the connection ---------------------------------------------------------------------------------------
@@ -244,10 +245,10 @@ class Agent:
                 if shard.fileno() in ready:
                     shard.take()
         except ProtocolError as error:
-            return f"it speaks another language: {error}"
+            return f"protocol error: {error}"
         if self._is_refused and self._exit is None:
             time.sleep(_RETRY_S)
-            return "it says: come again"
+            return "it asks to try again"
         return socket.ended(ready)
 
     def _handle(self, session: int, message: Any, frames: list[Any]) -> None:

@@ -14,7 +14,7 @@ class Unreachable(NamedTuple):
     """Why no connection to the head can be made."""
 
     text: str
-    is_refusal: bool  # the head's machine answers, but nobody listens there
+    is_refusal: bool  # the head's machine answers, but nothing listens there
 
 
 def resolve(address: str) -> str | Unreachable:
@@ -27,7 +27,7 @@ def resolve(address: str) -> str | Unreachable:
         text = (
             f"{address} cannot be reached from {platform.node()}: {error.strerror or error}. Either the run is "
             "over, or the head is behind a firewall or NAT: have it listen where nodes can dial it "
-            "(bind=, port=), or name the one that is forwarded to it (advertise=)"
+            "(bind=, port=), or name the address that is forwarded to it (advertise=)"
         )
         return Unreachable(text, isinstance(error, ConnectionRefusedError))
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

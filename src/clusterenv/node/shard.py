@@ -1,4 +1,4 @@
-"""A shard on a node: the workers of one part of the run. No socket, no user code.
+"""Run a shard on a node: the workers of one part of the run. No socket, no user code.
 
 The node agent calls `handle` with the head's messages, and `take` when workers have answered; messages to the head
 leave by `send`.
@@ -48,10 +48,10 @@ class Shard:
         config = WorkerConfig(mode, host.check, host.threads, host.preload, host.other, spin_s)
         self._executor = WorkerProcesses(blueprint, len(host.workers), config, weights.descriptor)
         self._weights = weights
-        self._busy: dict[int, set[int]] = {worker: set() for worker in self._global}  # requests with rows, not answered
+        self._busy: dict[int, set[int]] = {worker: set() for worker in self._global}  # open requests with rows
         self._stepping: dict[int, Any] = {}  # worker → None, or its answer to the common step
         self._step_request = -1
-        self._waiting: deque[tuple[Any, list[Any]]] = deque()  # ToWorker, StepAll; for weights that are still to come
+        self._waiting: deque[tuple[Any, list[Any]]] = deque()  # ToWorker, StepAll: for weights not yet here
         self._buffers: Buffers | None = None
         self._block: Block | None = None
         self._arena: Arena | None = None
@@ -70,7 +70,7 @@ class Shard:
             self._waiting.append((message, frames))
             self.go_on()
         elif isinstance(message, messages.ToWorker):
-            # Not to one that has ended before the head knew: its replacement gets requests of its own.
+            # Not for a worker that ended before the head knew: its replacement gets its own requests.
             if self._executor.is_running(self._local[message.worker]):
                 self._waiting.append((message, frames))
                 self.go_on()
@@ -89,16 +89,16 @@ class Shard:
             self._arena = Arena(arena, self._executor.allocate_arena(arena))
 
     def go_on(self) -> None:
-        """Forward requests in the order in which they came: one that needs weights still to come holds up the rest.
+        """Forward requests in the order of their arrival: one that needs weights not yet here holds up the rest.
 
-        Raises ProtocolError for weights that are neither here nor to come: what lies in their place are others.
+        Raises ProtocolError for weights that are neither here nor awaited: other weights are in their place.
         """
         while self._waiting:
             message, frames = self._waiting[0]
             if isinstance(message, messages.ToWorker) and message.weights and not self._weights.has(message.weights):
                 if self._weights.awaits(message.weights):
                     return
-                raise ProtocolError("workers are to load weights that cannot be pulled")
+                raise ProtocolError("a request needs weights that cannot be pulled")
             self._waiting.popleft()
             if isinstance(message, messages.ToWorker):
                 self._forward(message, frames)
@@ -117,14 +117,14 @@ class Shard:
         self._block.write_inputs(frames[0])
         self._step_request = step.request
         self._stepping = {w: None for w in self._global if self._executor.is_running(self._local[w])}
-        if len(self._stepping) < len(self._global):  # one ended, and the head did not know yet
+        if len(self._stepping) < len(self._global):  # one ended, and the head does not know yet
             self._flush_step()
         self._executor.ring(step.request)
 
     # -- from the workers -------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Pass on whatever workers have sent."""
+        """Pass on everything that workers have sent."""
         try:
             events = self._executor.poll(0.0)
         except ClusterEnvError as error:
@@ -179,7 +179,7 @@ class Shard:
         self._send(messages.SteppedAll(self.number, self._step_request, tuple(answers)), [rows, *bodies])
 
     def _flush_step(self) -> None:
-        """Answer a common step worker by worker, as one of them has ended."""
+        """Answer a common step worker by worker, because one of them has ended."""
         stepping, self._stepping = self._stepping, {}
         for worker, message in stepping.items():
             self._busy[worker].add(self._step_request)

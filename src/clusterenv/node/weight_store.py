@@ -1,7 +1,7 @@
-"""The weights of a machine: pulled from the head once for all shards, and read by all workers.
+"""Store the weights of a machine: pulled from the head once for all shards, and read by all workers.
 
-Called by the node agent with the head's messages; messages to the head leave by `send`. Shards ask whether weights are
-still to come.
+Called by the node agent with the head's messages; messages to the head leave by `send`. Shards ask whether weights
+have arrived.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class WeightStore:
     def _begin(self) -> None:
         self.descriptor = os.memfd_create("clusterenv-weights")  # the memory that workers read weights from
         self._pulling: _Pulling | None = None
-        self._offers: deque[Offer] = deque()  # to be pulled after that
-        self._lying: dict[int, int] = {}  # place → number of the weights that lie there whole
-        self._base = (0, b"")  # the last weights that were to be kept: their number, and they
+        self._offers: deque[Offer] = deque()  # to be pulled next
+        self._lying: dict[int, int] = {}  # place → number of the complete weights there
+        self._base = (0, b"")  # number and bytes of the last weights to be kept
 
     def awaits(self, weights: int) -> bool:
         """Return whether these were offered and have not arrived yet."""
@@ -63,7 +63,7 @@ class WeightStore:
         return weights in self._lying.values()
 
     def take(self, message: Offer | Chunk | Withdrawn, frames: Sequence[Any], now: float) -> None:
-        """Take in what the head said of weights."""
+        """Handle a message of the head about weights."""
         if isinstance(message, Chunk):
             self.chunk(message, frames[0], now)
         elif isinstance(message, Offer):
@@ -80,7 +80,7 @@ class WeightStore:
         self._pull_next(now)
 
     def withdrawn(self, weights: int, now: float) -> None:
-        """Go on without these: the head does not know them. Workers that have to load them cannot."""
+        """Stop pulling these weights, which the head does not have. Workers cannot load them."""
         self._offers = deque(offer for offer in self._offers if offer.weights != weights)
         if self._pulling is not None and self._pulling.offer.weights == weights:
             self._pulling = None
@@ -139,13 +139,13 @@ class WeightStore:
         self._pull_next(now)
 
     def _keep(self, offer: Offer, data: bytes) -> bool:
-        """Unpack weights, or keep them as the base of later deltas. False: their own base is not here."""
+        """Unpack weights, or keep them as the base of later deltas. Returns False if their own base is not here."""
         if offer.is_packed:
             number, base = self._base
             try:
                 data = unpack(data, base if offer.base == number and number else None)
             except PolicyError as error:
-                emit(logging.WARNING, f"{error}: asking for the whole")
+                emit(logging.WARNING, f"{error}: requesting the whole weights")
                 return False
             write_weights(self.descriptor, data, offer.place)
         if offer.keep:

@@ -1,4 +1,4 @@
-"""What acts and what travels."""
+"""Policies: how workers act (`acting`), how weights are encoded (`weights`), and when they are sent (`sync`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["as_policy", "is_agent"]
 
 
 def as_policy(agent: Any) -> Policy:
-    """What the user attached, as a policy: torch modules and Stable-Baselines3 algorithms are wrapped."""
+    """Return the attached agent as a policy; torch modules and Stable-Baselines3 algorithms are wrapped."""
     if isinstance(agent, Policy) and not isinstance(agent, type):
         return agent
     module = _module_of(agent)
@@ -32,12 +32,12 @@ def as_policy(agent: Any) -> Policy:
 
 
 def is_agent(value: Any) -> bool:
-    """Whether `step` was given something that acts, rather than actions."""
+    """Return whether the argument of `step` is an agent rather than actions."""
     return (isinstance(value, Policy) and not isinstance(value, type)) or _module_of(value) is not None
 
 
 def _module_of(agent: Any) -> Any:
-    """The torch module that acts in this agent, if there is one."""
+    """Return the torch module that acts in this agent, or None."""
     torch = sys.modules.get("torch")  # an agent that needs torch has imported it
     if torch is None:
         return None

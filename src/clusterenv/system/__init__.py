@@ -1,1 +1,1 @@
-"""What the operating system allows and reports."""
+"""Query and use the operating system: CPU and file limits, signals, processes."""

@@ -1,4 +1,4 @@
-"""How many CPUs this process may use: its affinity, bounded by the CPU quotas of its control groups (v1 and v2).
+"""Count the CPUs that this process may use: its affinity, bounded by the CPU quotas of its control groups (v1, v2).
 
 Pods and batch jobs often limit CPUs by a quota alone: the affinity of a pod with 4 CPUs has all cores of its machine.
 """
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 Read = Callable[[str], str | None]
-"""The text of the file at a path, or None where there is none."""
+"""Return the text of the file at a path, or None if it cannot be read."""
 
 
 class Mount(NamedTuple):
-    """A mounted hierarchy of control groups; `root` is the group that is seen at `point`."""
+    """A mounted hierarchy of control groups; the group `root` appears at `point`."""
 
     root: str
     point: str
@@ -26,27 +26,27 @@ class Mount(NamedTuple):
 
 
 def cpu_limit() -> float:
-    """Return the CPUs that this process and its children may use at the same time; may be less than 1."""
+    """Return how many CPUs this process and its children may use at the same time; may be less than 1."""
     return min(len(os.sched_getaffinity(0)), _own_quota() or math.inf)
 
 
 def usable_cores() -> int:
-    """Return how many busy processes there are CPUs for, at least 1."""
+    """Return the number of processes that can be busy at the same time, at least 1."""
     return whole_cores(cpu_limit())
 
 
 def whole_cores(limit: float) -> int:
-    """Round down: workers that step together would all wait for the one that is throttled."""
+    """Return the limit rounded down: workers that step together would all wait for a throttled one."""
     return max(1, math.floor(limit))
 
 
 def cpu_quota(memberships: str, mountinfo: str, read: Read) -> float | None:
-    """Return the smallest CPU quota of the groups of a process and their parents, in CPUs; None without any.
+    """Return the smallest CPU quota of a process' groups and their parents, in CPUs; None if there is none.
 
     Args:
         memberships: the text of /proc/PID/cgroup.
         mountinfo: the text of /proc/PID/mountinfo.
-        read: reads a file of a mounted hierarchy.
+        read: function that reads a file of a mounted hierarchy.
     """
     mounts = list(mounts_of(mountinfo))
     quotas = []
@@ -74,14 +74,14 @@ def mounts_of(mountinfo: str) -> Iterator[Mount]:
 
 
 def _folders(path: str, mounts: list[Mount]) -> list[str]:
-    """Return where a group and its parents are seen, as far as they are mounted."""
+    """Return the folders of a group and its parents, as far as they are mounted."""
     folders = []
     for mount in mounts:
         root = mount.root.rstrip("/")
         if "/.." not in path and (path == root or path.startswith(f"{root}/")):
             parts = [part for part in path[len(root) :].split("/") if part]
             folders += ["/".join([mount.point, *parts[:count]]) for count in range(len(parts) + 1)]
-    # A group outside of what is mounted: a container sees its own group at the mount point, whatever its path is.
+    # The group is outside of what is mounted: a container sees its own group at the mount point, whatever its path.
     return folders or [mount.point for mount in mounts]
 
 
@@ -94,7 +94,7 @@ def _quota_v2(folder: str, read: Read) -> float | None:
     words = (read(f"{folder}/cpu.max") or "").split()
     if len(words) != 2:
         return None
-    quota, period = map(_number, words)  # "max" is no number
+    quota, period = map(_number, words)  # None for "max"
     return quota / period if quota is not None and period else None
 
 

@@ -3,9 +3,9 @@
 Within a call that is marked `uninterrupted`, a Ctrl-C is deferred to the next `checkpoint` (where a call waits) or to
 the end of the call. The user's own code in it is marked `interruptible`.
 
-As in trio, the marks belong to code objects, and the signal handler looks for them on the stack: a mark costs a step
-nothing, and calls of other threads defer nothing. The handler replaces Python's own while environments are open. A
-foreign one (of a notebook, of a launcher) is replaced only during a call, and is called instead of raising
+As in trio, the marks belong to code objects, and the signal handler looks for them on the stack: a mark adds no cost
+to a step, and calls in other threads defer nothing. The handler replaces Python's own while environments are open.
+Another handler (a notebook's, a launcher's) is replaced only during a call, and is called instead of raising
 KeyboardInterrupt.
 """
 
@@ -28,7 +28,7 @@ _R = TypeVar("_R")
 _SIGINT = int(signal.SIGINT)
 
 _PATIENCE_S = 5.0
-"""A second Ctrl-C interrupts a call that has not reached a checkpoint for so long after the first."""
+"""A second Ctrl-C interrupts a call that has not reached a checkpoint this long after the first."""
 
 _is_protected: dict[CodeType, bool] = {}
 
@@ -38,11 +38,11 @@ class _State:
 
     def __init__(self) -> None:
         self.pending = False  # whether a Ctrl-C is deferred
-        self.frame: FrameType | None = None  # where
+        self.frame: FrameType | None = None  # where the deferred Ctrl-C arrived
         self.since_s = 0.0
         self.handler: Callable[[int, FrameType | None], Any] = signal.default_int_handler
         self.instead: Callable[[], None] | None = None
-        """What is to be called in place of a handler of Ctrl-C."""
+        """Called instead of the handler of Ctrl-C; set by `strike`."""
         self.open: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -86,7 +86,7 @@ def checkpoint() -> None: ...
 def checkpoint(value: _R) -> _R: ...
 @interruptible
 def checkpoint(value: Any = None) -> Any:
-    """Handle a deferred Ctrl-C; returns `value`. Called where the state is consistent, and where a call waits."""
+    """Handle a deferred Ctrl-C; return `value`. Called where the state is consistent, and where a call waits."""
     if STATE.pending and _is_main_thread():
         _handle(STATE.frame)
     return value
@@ -98,12 +98,12 @@ def environments_opened(owner: Any) -> None:
 
 
 def environments_closed(owner: Any) -> None:
-    """Forget the environments of this owner, from any thread; `restore_handler` follows. Idempotent."""
+    """Forget the environments of this owner, from any thread; call `restore_handler` next. Idempotent."""
     STATE.open.discard(owner)
 
 
 def restore_handler() -> None:
-    """Restore Python's handler of Ctrl-C when the last environments are closed. Only the main thread can."""
+    """Restore Python's handler of Ctrl-C if all environments are closed. Only works in the main thread."""
     if not STATE.open and _is_main_thread() and getsignal(_SIGINT) is _on_interrupt:
         signal.signal(_SIGINT, signal.default_int_handler)
 
@@ -117,7 +117,7 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def strike(action: Callable[[], None], frame: FrameType | None) -> None:
-    """Call this at a moment at which a Ctrl-C would be handled; it raises. Called by a signal handler."""
+    """Call `action`, which raises, when a Ctrl-C would be handled: now or deferred. Called by a signal handler."""
     STATE.instead = action
     _on_interrupt(_SIGINT, frame)
 
@@ -127,7 +127,7 @@ def _handle(frame: FrameType | None) -> None:
     instead, STATE.instead = STATE.instead, None
     if instead is not None:
         instead()
-    handler, STATE.handler = STATE.handler, signal.default_int_handler  # a foreign one may call ours in its turn
+    handler, STATE.handler = STATE.handler, signal.default_int_handler  # another's handler may call ours in turn
     try:
         handler(_SIGINT, frame)
     finally:
@@ -148,7 +148,7 @@ def _is_main_thread() -> bool:
 
 
 def _with_handler(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """Call an uninterrupted function while another handler than ours is set."""
+    """Call an uninterrupted function while a handler other than ours is set."""
     handler = getsignal(_SIGINT)
     if not _is_main_thread() or not callable(handler):
         return function(*args, **kwargs)  # no KeyboardInterrupt is raised here
@@ -158,7 +158,7 @@ def _with_handler(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwarg
     try:
         return function(*args, **kwargs)
     finally:
-        # Ours may stay in place of Python's own: outside of such calls it does the same.
+        # Our handler may stay in place of Python's: outside of such calls it does the same.
         if getsignal(_SIGINT) is _on_interrupt and not (is_default and STATE.open):
             signal.signal(_SIGINT, handler)
         try:

@@ -1,6 +1,6 @@
-"""The limit on open files of this process (`ulimit -n`): raised as far as a run needs and the hard limit allows.
+"""Raise the limit on open files of this process (`ulimit -n`) as far as a run needs and the hard limit allows.
 
-It is not lowered again. Processes that are started later, environments and their simulators among them, inherit it.
+It is not lowered again. Processes started later, including environments and their simulators, inherit it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _SPARE = 64  # left for files that the user's own code opens
 
 
 def allow_open_files(what: str, more: int, in_child: int = 0) -> None:
-    """Raise the soft limit to what is needed; raise StartError where the hard limit is lower than that.
+    """Raise the soft limit to what is needed; raise StartError if the hard limit is lower than that.
 
     Args:
-        what: needs the files, for the error's text.
-        more: that this process is going to open, beside those that it has.
-        in_child: that a child of this process opens, in all; it inherits the limit.
+        what: what needs the files, for the error's text.
+        more: number of files that this process will open, in addition to those already open.
+        in_child: total number of files that a child of this process opens; it inherits the limit.
     """
     needed = max(len(os.listdir("/proc/self/fd")) + more, in_child)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -36,7 +36,7 @@ def allow_open_files(what: str, more: int, in_child: int = 0) -> None:
 
 
 def limit_to_set(soft: int, hard: int, needed: int) -> int | None:
-    """Return the soft limit to set so that `needed` files can be open and some to spare; None: it is high enough."""
+    """Return the soft limit to set so that `needed` files and some spare ones can be open; None: it is high enough."""
     wanted = needed + _SPARE
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return None

@@ -1,9 +1,9 @@
-"""Find and end processes that environments have started and left behind.
+"""Find and end processes that environments started and left behind.
 
-Workers and the fork server are child subreapers: the descendants of an environment stay below its worker, also when
-they become daemons. When that worker ends, the kernel makes them children of the fork server, before the server learns
-of the end. So the children of the fork server are workers, processes that the server itself started, and orphans of
-workers that ended.
+Workers and the fork server are child subreapers: the descendants of an environment stay below its worker, even if they
+become daemons. When that worker ends, the kernel makes them children of the fork server, before the server is notified
+of the end. The children of the fork server are therefore workers, processes that the server itself started, and
+orphans of workers that ended.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def become_subreaper() -> None:
-    """Adopt descendants whose parents end. Not inherited by forks."""
+    """Make this process adopt descendants whose parents end. Forks do not inherit this."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def kill_group(pid: int) -> bool:
-    """Kill a child that was not reaped yet, and its process group if it leads one. False: not permitted (setuid)."""
+    """Kill an unreaped child, and its process group if it leads one. Return False if not permitted (setuid)."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             try:
@@ -42,11 +42,11 @@ class Orphans:
         self._cannot_kill: set[int] = set()
 
     def spare_present(self) -> None:
-        """Keep the present children until `end_all`: started by modules that the server imported, no worker's."""
+        """Keep the present children until `end_all`: modules that the server imported started them, not workers."""
         self._own = _children()
 
     def end(self, workers: Collection[int]) -> bool:
-        """Kill and reap the orphans. True: some are still there, so call again soon.
+        """Kill and reap the orphans. Return True if some may remain, so that it must be called again soon.
 
         A killed orphan takes a moment to end, and its own children become orphans only then.
         """

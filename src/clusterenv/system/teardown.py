@@ -1,7 +1,7 @@
-"""`Teardown`: end a run once, in a thread that no Ctrl-C interrupts.
+"""`Teardown`: end a run once, in a thread that Ctrl-C does not interrupt.
 
-`close()` calls it and waits. Garbage collection calls it from any thread, at any moment, and does not wait. When the
-interpreter exits, it is done if it was not, and awaited.
+`close()` calls it and waits. Garbage collection begins it from any thread, at any moment, and does not wait. When the
+interpreter exits, it is begun unless it has been, and awaited.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ class OwnThread(threading.Thread):
 
     def __init__(self, target: Callable[[], None], name: str, exception: BaseException | None = None) -> None:
         super().__init__(target=target, name=name, daemon=True)
-        self.exception = exception  # what was being handled where this thread was started
+        self.exception = exception  # the one being handled where this thread was started
 
 
 def current_exception() -> BaseException | None:
-    """Return the exception being handled in this thread or, in a teardown's own thread, where that was called."""
+    """Return the exception being handled in this thread or, in an `OwnThread`, where that thread was started."""
     thread = threading.current_thread()
     return thread.exception if isinstance(thread, OwnThread) else sys.exc_info()[1]
 
 
 class Teardown:
-    """
+    """Run `action` once, and let callers wait for it.
+
     Args:
-        action: has to end by itself, in about `timeout_s`.
-        timeout_s: how long callers wait for it at most.
+        action: must end by itself, in about `timeout_s`.
+        timeout_s: the longest that callers wait for it.
     """
 
     def __init__(self, action: Callable[[], None], timeout_s: float) -> None:
         self._action = action
         self._timeout_s = timeout_s
         self._owner = os.getpid()
-        self._once = threading.Lock()  # taken by whoever does it, and never released
+        self._once = threading.Lock()  # acquired by the thread that runs the action, and never released
         self._done = threading.Event()
         self.has_begun = False
         self._num_waiting = 0
@@ -52,7 +53,7 @@ class Teardown:
         _PENDING.append(self)
 
     def __call__(self) -> None:
-        """Begin, unless it has begun, and wait for its end; raises what it raised. An interrupt only ends the wait."""
+        """Begin, unless begun, and wait for the end; raise what the action raised. An interrupt only ends the wait."""
         if os.getpid() != self._owner:
             return  # a fork of the owner must not end the run
         self._num_waiting += 1
@@ -69,7 +70,7 @@ class Teardown:
             raise error
 
     def begin(self) -> None:
-        """Begin, unless it has begun; in this thread only where no other can be started."""
+        """Begin, unless begun; in this thread only if no other can be started."""
         if os.getpid() != self._owner or self.has_begun:
             return
         try:
@@ -78,12 +79,12 @@ class Teardown:
             self._run()
 
     def forget(self) -> None:
-        """Do nothing at exit: it was done elsewhere."""
+        """Do nothing at exit: the run was ended elsewhere."""
         if self in _PENDING:
             _PENDING.remove(self)
 
     def finish(self) -> None:
-        """Begin, unless it has begun, and wait for its end despite interrupts."""
+        """Begin, unless begun, and wait for the end despite interrupts."""
         deadline = time.monotonic() + self._timeout_s
         while not self.has_begun and os.getpid() == self._owner:
             with contextlib.suppress(KeyboardInterrupt):
@@ -103,14 +104,14 @@ class Teardown:
             if self._num_waiting:
                 self._error = error
             else:
-                with contextlib.suppress(Exception):  # there may be no stderr
+                with contextlib.suppress(Exception):  # stderr may be closed
                     traceback.print_exc()
         finally:
             self.forget()
             self._done.set()
 
 
-_PENDING: list[Teardown] = []  # those that are not done, oldest first
+_PENDING: list[Teardown] = []  # teardowns that are not done, oldest first
 
 
 def _at_exit() -> None:

@@ -1,8 +1,8 @@
-"""SIGTERM to the head: its own job is preempted, or somebody has asked it to end.
+"""Handle SIGTERM to the head, which is sent when its job is preempted or somebody asks it to end.
 
-By itself SIGTERM ends Python at once, and the nodes of a cluster would learn of it by their lease only. While a run has
-nodes, it raises SystemExit instead, at the moments at which a Ctrl-C would raise KeyboardInterrupt: `with` and
-`finally` are carried out, and the run is closed. A handler of the user's own is left alone.
+By default SIGTERM ends Python at once, and the nodes of a cluster would only end when their lease expires. While a run
+has nodes, it raises SystemExit instead, at the moments at which a Ctrl-C would raise KeyboardInterrupt: `with` and
+`finally` blocks run, and the run is closed. The user's own handler is left in place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from clusterenv.system import interrupts
 
 _AGAIN_S = 15.0
-"""A second SIGTERM within this time changes nothing: a run is being closed, in 10 s at most."""
+"""A second SIGTERM within this time is ignored: a run is being closed, which takes at most 10 s."""
 
 _CODE = 128 + signal.SIGTERM
 
@@ -34,7 +34,7 @@ _STATE = _State()
 
 
 def watch(run: Any) -> None:
-    """Have SIGTERM end this run in order, until `unwatch`. Only the main thread can."""
+    """Make SIGTERM close this run in order, until `unwatch`. Only the main thread can set the handler."""
     if not _STATE.runs:
         _STATE.terminated_at_s = None
     _STATE.runs.add(run)
@@ -44,24 +44,24 @@ def watch(run: Any) -> None:
 
 
 def unwatch(run: Any) -> None:
-    """Forget this run, from any thread; `restore_handler` follows. Idempotent."""
+    """Forget this run, from any thread; call `restore_handler` next. Idempotent."""
     _STATE.runs.discard(run)
 
 
 def restore_handler() -> None:
-    """Give SIGTERM back to Python when the last run is closed. Only the main thread can."""
+    """Restore the default action of SIGTERM if all runs are closed. Only works in the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     if not _STATE.runs and is_main and signal.getsignal(signal.SIGTERM) is _on_terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def is_terminated() -> bool:
-    """Whether this process was sent SIGTERM, and is about to end by it."""
+    """Return whether this process received SIGTERM and is about to end."""
     return _STATE.terminated_at_s is not None
 
 
 def _on_terminate(number: int, frame: FrameType | None) -> None:
-    if os.getpid() != _STATE.process or not _STATE.runs:  # a fork, which has no run; or all runs are closed
+    if os.getpid() != _STATE.process or not _STATE.runs:  # a fork, which has no run, or all runs are closed
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
         return

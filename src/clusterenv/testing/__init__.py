@@ -1,4 +1,4 @@
-"""For tests and experiments: `Virtual`, a cluster without machines; `backends`, the tests that every backend passes;
+"""Tools for tests and experiments: `Virtual`, a simulated cluster; `backends`, the tests that every backend must pass;
 `chaos`, faults for real runs and a ledger of their transitions."""
 
 from clusterenv.testing.virtual import Virtual

@@ -1,13 +1,13 @@
-"""The tests that every backend over a network passes; for pytest.
+"""Tests, for pytest, that every backend over a network must pass.
 
-A package that brings a backend runs them by deriving from `BackendContract` in a test module:
+A package that ships a backend runs them by deriving from `BackendContract` in a test module:
 
     class TestSsh(BackendContract):
         def make_backend(self, folder, **options):
             return Ssh(hosts=("n1", "n2"), folder=folder, **options)
 
-Nodes and workers are killed by the environments themselves, so it does not matter on which machines they are. Nodes
-need this package and nothing of the tests.
+The environments themselves kill nodes and workers, so these may be on any machine. Nodes need only this package, not
+the tests.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from clusterenv.backends.launch.note import machine
 from clusterenv.backends.remote import Remote
 from clusterenv.testing.envs import KILL_NODE, KILL_WORKER, STEP, Fragile
 
-_WAIT_S = 90.0  # how long a node may take to be replaced, or to end; a slow scheduler is no failure
+_WAIT_S = 90.0  # for a node to be replaced or to end; a slow scheduler must not fail the tests
 
 _CLOSE_S = 10.0
 
-_HEARTBEAT_S = (0.2, 2.0, 5.0)  # so short that a test need not wait long for the end of a lease
+_HEARTBEAT_S = (0.2, 2.0, 5.0)  # short, so that tests do not wait long for the end of a lease
 
 _HEAD = """
 import json, sys
@@ -66,22 +66,22 @@ class BackendContract:
     nodes: ClassVar[int] = 2
     num_envs: ClassVar[int] = 4
     max_nodes: ClassVar[int | None] = 3
-    """To how many nodes a run is scaled; None: there is no room for more than `nodes`, and that is not tested."""
+    """Number of nodes to scale a run to; None: there is no room for more than `nodes`, and scaling is not tested."""
 
     def make_backend(self, folder: Path, **options: Any) -> Remote:
         """Return the backend.
 
-        `folder`: for key files, where nodes can read them. `options`: any of `nodes`, `max_nodes`, `heartbeat_s`,
+        `folder`: for key files; nodes must be able to read it. `options`: any of `nodes`, `max_nodes`, `heartbeat_s`,
         `start_timeout_s` and `advertise`.
         """
         raise NotImplementedError
 
     def kill_node(self, envs: ce.ClusterEnv, slot: int) -> None:
-        """Kill the node of this slot without warning. Override it where the agent is process 1, as in a pod."""
+        """Kill the node of this slot without warning. Override this if the agent is process 1, as in a pod."""
         envs.step(_actions(envs, slot, KILL_NODE))
 
     def left_behind(self) -> Sequence[str]:
-        """Return what the scheduler still has of any run: jobs, objects. Default: only processes are checked."""
+        """Return the jobs and objects that the scheduler still has of any run. Default: only processes are checked."""
         return ()
 
     # -- inside -----------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class BackendContract:
         return ce.ClusterEnv([Fragile] * self.num_envs, backend=self._backend(folder, **options), recovery=recovery)
 
     def _await_nothing(self, folder: Path, places: Sequence[dict[str, Any]] = ()) -> None:
-        """Wait for the end of these processes and of the scheduler's jobs; no run folder may be left then."""
+        """Wait for the end of these processes and of the scheduler's jobs; then no run folder may be left."""
         here = {place[name] for place in places for name in ("worker", "agent") if place["where"] == machine()}
         _await(lambda: not [pid for pid in here if _is_running(pid)], f"of the processes {here} some are still running")
         _await(lambda: not self.left_behind(), "the scheduler still has jobs", lambda: self.left_behind())
@@ -213,7 +213,7 @@ class BackendContract:
         self._await_nothing(folder, places)
 
     def test_nodes_that_never_join(self, folder: Path) -> None:
-        """They dial an address where nobody listens: an error that names them, and nothing is left."""
+        """Nodes that dial an address where nothing listens raise an error that names them, and leave nothing behind."""
         backend = self._backend(folder, start_timeout_s=8.0, advertise="127.0.0.1:9")
         begin = time.monotonic()
         with pytest.raises(ce.StartError, match="node 0"):
@@ -249,17 +249,17 @@ def _actions(envs: ce.ClusterEnv, slot: int = 0, action: int = STEP) -> Any:
 
 
 def _start(envs: ce.ClusterEnv) -> Sequence[dict[str, Any]]:
-    """Reset and step once, so that a later failure is not one of the first step; returns the environments' places."""
+    """Reset and step once, because a failure before the first step raises at once; return the environments' places."""
     envs.reset(seed=1)
     envs.step(_actions(envs))
     return envs.call("place")
 
 
 def _step_until(envs: ce.ClusterEnv, condition: Callable[[], bool]) -> set[int]:
-    """Step until the condition holds; returns the slots that lost an episode meanwhile."""
+    """Step until the condition holds; return the slots that lost an episode on the way."""
     deadline, lost = time.monotonic() + _WAIT_S, set[int]()
     while not condition():
-        assert time.monotonic() < deadline, f"in {_WAIT_S:.0f} s it did not happen; events: {envs.events()}"
+        assert time.monotonic() < deadline, f"it did not happen within {_WAIT_S:.0f} s; events: {envs.events()}"
         infos = envs.step(_actions(envs))[4]
         if "transition_valid" in infos:
             lost |= set(np.flatnonzero(~infos["transition_valid"]).tolist())
@@ -274,7 +274,7 @@ def _await(condition: Callable[[], bool], text: str, detail: Callable[[], Any] =
 
 
 def _places(envs: ce.ClusterEnv) -> Sequence[dict[str, Any]]:
-    """Return the environments' places; nothing while one of them waits to be rebuilt."""
+    """Return the environments' places; empty while one of them waits to be rebuilt."""
     try:
         places: Sequence[dict[str, Any]] = envs.call("place")
     except ce.WorkerLostError:

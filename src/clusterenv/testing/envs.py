@@ -1,4 +1,4 @@
-"""Environments for tests of backends, importable wherever this package is: nodes need no other code for them."""
+"""Environments for tests of backends. They are part of this package, so that nodes need no other code."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Fragile(gym.Env[Any, Any]):
         return self._observation(), 1.0, False, False, {}
 
     def place(self) -> dict[str, Any]:
-        """Return the numbers of the worker process and of its node agent, and where these numbers are valid.
+        """Return the process numbers of the worker and its node agent, and the namespace in which they are valid.
 
-        A new namespace may get the number of one that is gone: the start time of the agent tells them apart.
+        A new namespace may reuse the number of an old one: the start time of the agent distinguishes them.
         """
         agent = _agent()
         return {"worker": os.getpid(), "agent": agent, "where": machine(), "began": process_start(agent)}

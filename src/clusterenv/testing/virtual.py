@@ -1,4 +1,4 @@
-"""For tests and experiments: a cluster without machines.
+"""A simulated cluster, for tests and experiments.
 
 `Virtual` is a backend of W logical nodes in the calling process. Collector, drift table, rules, codec and counters are
 the real ones; only the clock is simulated: `periods` decide which node's fragment comes next, so that a run and the
@@ -37,11 +37,11 @@ class Virtual:
     """`nodes` machines that exist only in name, each with its share of the environments and its own policy version.
 
     `rollout` lets all of them collect before it returns. In `stream`, node i needs `periods[i]` ticks for a fragment,
-    and fragments come in the order in which they would be finished; with `queue=q` a node is told its weights q of its
-    own fragments before the learner gets to see what they did.
+    and fragments come in the order in which they would finish; with `queue=q`, a node's weights are chosen q of its own
+    fragments before the learner sees the result.
 
     Args:
-        periods: ticks per fragment, one number per node; None: all are equally fast, and take turns.
+        periods: ticks per fragment, one number per node; None: all are equally fast and take turns.
 
     Example:
         >>> import torch, clusterenv as ce
@@ -91,13 +91,13 @@ class Virtual:
 
 
 class _VirtualExecutor(InlineExecutor):
-    """Carries out requests at once, and returns fragments one by one when they are due."""
+    """Executes requests at once, and returns fragments one by one when they are due."""
 
     def __init__(self, blueprint: Blueprint, mode: AutoresetMode | None, check: bool, periods: list[float]) -> None:
         super().__init__(blueprint, mode, check, workers=len(periods))
         self._slots = split(blueprint.num_envs, len(periods))
         self._sent = [0] * len(periods)
-        self._put: list[dict[int, bytes]] = [{} for _ in periods]  # place → what would travel there, until it does
+        self._put: list[dict[int, bytes]] = [{} for _ in periods]  # offset → weights that are not yet counted as sent
         self._buffers: Buffers | None = None
         self._periods = periods
         self._now = 0.0
@@ -114,7 +114,7 @@ class _VirtualExecutor(InlineExecutor):
         return super().put_weights(transfer)
 
     def stats(self) -> dict[str, Any]:
-        """Count what a head would have sent to each node, without Welcome and the code of the environments."""
+        """Add the bytes that a head would have sent to each node, without Welcome and the environments' code."""
         return {**super().stats(), "sent_bytes": list(self._sent)}
 
     def _count(self, index: int, message: Any, payload: Sequence[Any]) -> None:

@@ -1,1 +1,1 @@
-"""Frames over TCP with keys; knows no meanings."""
+"""Frames over TCP with keys; does not interpret them."""

@@ -1,6 +1,6 @@
-"""Keys and the files that hold them: one pair for the head, one per node, made for one run.
+"""Make keys, and write and read the files that hold them: one pair for the head, one per node, for one run.
 
-A file that another user could have read or made is refused: what it starts would be under their control.
+A file that another user could have read or made is refused: that user could control what it starts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def make_keys() -> KeyPair:
 def private_folder(path: Path, any_owner: bool = False) -> Path:
     """Make a new folder that only this user can read.
 
-    `any_owner`: accept a file system that shows another owner for it. Whoever that owner stands for can read it too.
+    `any_owner`: accept a file system that shows another owner for it. Users mapped to that owner can read it too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700)
@@ -71,7 +71,7 @@ def write_joining(path: Path, joining: Joining) -> None:
 
 
 def close_joining(path: Path) -> None:
-    """Overwrite a key file of a run that is over. A node that still starts ends at once, without waiting for it."""
+    """Overwrite a key file of a run that is over: a node that still starts then ends at once, without waiting."""
     with contextlib.suppress(OSError):
         path.write_bytes(_CLOSED)
 
@@ -95,11 +95,11 @@ def read_joining(path: Path, is_mounted: bool = False, sha256: str | None = None
             raise KeyFileError(f"key file {path} is not a regular file")
         if info.st_uid != os.getuid() and not is_mounted and sha256 is None:
             raise KeyFileError(
-                f"key file {path} is not a file of yours: it {_owner(info.st_uid)}. If the file system maps owners "
+                f"key file {path} is not yours: it {_owner(info.st_uid)}. If the file system maps owners "
                 "(NFS with root_squash), start the run with `owner_squashed=True` (docs/security.md)"
             )
         if info.st_mode & 0o077 and not is_mounted:
-            raise KeyFileError(f"key file {path} can be read by others: chmod 600 it (and think of the run as known)")
+            raise KeyFileError(f"key file {path} can be read by others: chmod 600 it (and treat its keys as exposed)")
         data = file.read(_LARGEST)
     if data == _CLOSED:
         raise KeyFileError(f"key file {path} is of a run that was closed")
@@ -118,7 +118,7 @@ def read_joining_from(stream: BinaryIO) -> Joining:
 def await_joining(
     path: Path, timeout_s: float, say: Callable[[str], None], is_mounted: bool = False, sha256: str | None = None
 ) -> Joining:
-    """`read_joining`, but wait for a file that is not there yet: network file systems show new files late."""
+    """Do as `read_joining`, but wait for a file that is not there yet: network file systems show new files late."""
     deadline, pause_s = time.monotonic() + timeout_s, 0.05
     while True:
         try:

@@ -1,6 +1,6 @@
-"""The sockets of head and node, with CURVE always on: frames in, frames out.
+"""Send and receive frames by the sockets of head and node, with CURVE always on.
 
-Only keys that the head allows pass the handshake; no message of anybody else is ever parsed.
+Only keys that the head allows pass the handshake; messages of other senders are never parsed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _ACKED, _BUSY_US, _TCP_INFO = 120, 168, 176
 _ENOUGH = 1 << 16  # acknowledged bytes from which the speed of a link is measured
 
 _WAITING = 4096
-"""Unread messages of one connection, after which its sender waits and seems dead: far more than a node sends while the
-head is held up for minutes."""
+"""Unread messages of one connection at which its sender has to wait, and seems dead: far more than a node sends while
+the head is held up for minutes."""
 
 Link = tuple[int, int]
 """A connection: its descriptor, and how many connections had the same one before."""
 
 
 class Arrived(NamedTuple):
-    """One wire message: from whose key, over which connection."""
+    """One wire message, with the key and the connection that it came from."""
 
     key: str
     link: Link
@@ -52,7 +52,7 @@ def listening_on(host: str, port: int) -> str:
 
 
 class HeadSocket:
-    """Listens on one address, and there on the first of `ports` that is free; 0 stands for any port."""
+    """Listen on one address, on the first of `ports` that is free; 0: any port."""
 
     def __init__(
         self, host: str, ports: Sequence[int], keys: KeyPair, *, frame_limit: int, dead_after_s: float
@@ -73,8 +73,8 @@ class HeadSocket:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, _WAITING)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
-        # The kernel ends connections to machines that are gone, not heartbeats of libzmq: those abort this process
-        # where a connection has broken of which more than RCVHWM messages wait to be read (`!_io_error`, 4.3.5).
+        # The kernel ends connections to machines that are gone, not libzmq's heartbeats: these abort this process when
+        # a connection breaks while more than RCVHWM of its messages are unread (`!_io_error`, libzmq 4.3.5).
         socket.setsockopt(zmq.TCP_MAXRT, int(dead_after_s * 1000))
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, math.ceil(dead_after_s / 2)))
@@ -94,7 +94,7 @@ class HeadSocket:
             raise
 
     def _bind(self, host: str, ports: Sequence[int]) -> int:
-        """Return the port that was free."""
+        """Bind to the first free port, and return it."""
         for port in ports:
             try:
                 if not port:
@@ -118,7 +118,7 @@ class HeadSocket:
             poller.register(socket, zmq.POLLIN)
 
     def receive(self, ready: Any = None, most: int = 64) -> list[Arrived]:
-        """Answer handshakes, and return at most so many messages. `ready`: from a poller, if one was asked."""
+        """Answer handshakes, and return at most `most` messages. `ready`: the result of a poller, if one was used."""
         if ready is None or self._zap in ready:
             self._answer_handshakes()
         arrived: list[Arrived] = []
@@ -140,7 +140,7 @@ class HeadSocket:
         return self._links[route]
 
     def gone(self, ready: Any = None) -> list[Link]:
-        """Return the connections that ended."""
+        """Return the connections that ended since the last call."""
         if ready is None or self._monitor in ready:
             self._watch()
         ended, self._ended = self._ended, []
@@ -162,7 +162,7 @@ class HeadSocket:
 
     @uninterrupted  # the frames of an interrupted message would become part of the next one
     def send(self, route: bytes, frames: Sequence[Any]) -> bool:
-        """Send a message; returns False where nobody is connected any more."""
+        """Send a message; return False if its receiver is no longer connected."""
         try:
             self._socket.send_multipart([route, *frames], zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -170,11 +170,11 @@ class HeadSocket:
         return True
 
     def cut(self, link: Link) -> None:
-        """End this connection, which ROUTER sockets cannot: a node that floods the head does not stop by itself."""
+        """End this connection, which ROUTER sockets cannot do: a node that floods the head does not stop by itself."""
         self._watch()
         descriptor, number = link
         if link in self._ended or self._accepted.get(descriptor, 0) != number:
-            return  # it has ended, and its descriptor may be another file's by now
+            return  # it has ended, and its descriptor may belong to another file by now
         with contextlib.suppress(OSError), tcp.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family in (tcp.AF_INET, tcp.AF_INET6):
                 connection.shutdown(tcp.SHUT_RDWR)
@@ -204,7 +204,7 @@ class HeadSocket:
 
 
 class NodeSocket:
-    """Connects to the head once: the session ends with the connection."""
+    """Connect to the head once: the session ends with the connection."""
 
     def __init__(self, address: str, head_key: str, keys: KeyPair, *, dead_after_s: float) -> None:
         self._context = zmq.Context()
@@ -239,7 +239,7 @@ class NodeSocket:
         poller.unregister(self._monitor)
 
     def receive(self, ready: Any) -> list[list[Any]]:
-        """Return the messages that have come; `ready` is from a poller."""
+        """Return the messages that have arrived; `ready` is from a poller."""
         arrived: list[list[Any]] = []
         while self._socket in ready:
             try:
@@ -262,7 +262,7 @@ class NodeSocket:
         return "lost" if said["event"] == zmq.EVENT_DISCONNECTED else "refused"
 
     def bytes_per_s(self) -> float:
-        """Return how fast the head has lately acknowledged bytes; 0.0 while that were too few to tell."""
+        """Return how fast the head has lately acknowledged bytes; 0.0 while there are too few to tell."""
         if self._descriptor >= 0:
             with contextlib.suppress(OSError), tcp.socket(fileno=os.dup(self._descriptor)) as connection:
                 info = connection.getsockopt(tcp.IPPROTO_TCP, tcp.TCP_INFO, _TCP_INFO)

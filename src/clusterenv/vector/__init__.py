@@ -1,1 +1,1 @@
-"""What a vector environment is given and gives back: calls and arguments checked, actions read, results shaped."""
+"""Check the calls and arguments of `ClusterEnv`, read actions, and shape results as Gymnasium does."""

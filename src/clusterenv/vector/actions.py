@@ -1,6 +1,7 @@
-"""A batch of actions against the action space: leaf arrays ready to copy, or one object per slot; pure.
+"""Check a batch of actions against the action space; return leaf arrays ready to copy, or one object per slot. Pure.
 
-Refuses before any environment moves: shape, kind of dtype, and values outside the space, by slot.
+Raises before any environment is stepped, for a wrong shape, a wrong kind of dtype, or values outside the space; names
+the slot.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["ActionReader"]
 
 
 class ActionReader:
-    """Reads batches for `num_envs` environments with this single action space."""
+    """Read batches of actions for `num_envs` environments with this single action space."""
 
     def __init__(self, space: Space[Any], num_envs: int, check: bool) -> None:
         self._space = space
@@ -27,7 +28,7 @@ class ActionReader:
         self._num_envs = num_envs
         self._check = check
         self._leaves = leaves_of(space)
-        self._leaf_spaces = list(flatten(space, space))  # a space has its parts where its values have theirs
+        self._leaf_spaces = list(flatten(space, space))  # a space has the same structure as its values
         self._bounds = [_bounds(sub) for sub in self._leaf_spaces]
         self._are_shared = all(leaf.dtype is not None for leaf in self._leaves)
         only = self._leaves[0]
@@ -39,7 +40,7 @@ class ActionReader:
 
         Spaces without a fixed size have no such arrays: their actions are returned, one per slot.
         """
-        if (  # the hot path, for one Discrete space: two reductions tell whether all is well
+        if (  # the hot path, for one Discrete space: two reductions check all values
             slots is None
             and self._discrete is not None
             and actions.__class__ is np.ndarray
@@ -60,7 +61,7 @@ class ActionReader:
         return None
 
     def objects(self, actions: Any, slots: list[int]) -> list[Any]:
-        """One action per slot, for spaces that have no fixed size."""
+        """Return one action per slot, for spaces without a fixed size."""
         batched = self._batched if len(slots) == self._num_envs else batch_space(self._space, len(slots))
         try:
             items = list(iterate(batched, actions))
@@ -79,13 +80,13 @@ class ActionReader:
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise ActionError(f"the action of slot {slot} is not in {self._space}: {action!r}") from error
         for leaf, space, value in zip(self._leaves, self._leaf_spaces, values, strict=True):
-            # Gymnasium asks no custom space what it contains, so it may be of no use to ask.
+            # Gymnasium never calls `contains` of a custom space, so it may not be usable.
             if is_known(space) and not space.contains(value):
                 where = f"actions{leaf.name} of slot {slot}" if leaf.path else f"the action of slot {slot}"
                 raise ActionError(f"{where} is not in {space}: {value!r}")
 
     def arrays(self, actions: Any, slots: list[int] | None) -> list[Any]:
-        """One array [n, ...] per leaf."""
+        """Return one array [n, ...] per leaf."""
         n = self._num_envs if slots is None else len(slots)
         try:
             values = [actions] if not self._leaves[0].path else list(flatten(self._space, actions))
@@ -127,14 +128,14 @@ class ActionReader:
 
 
 def _fits(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    """Integers of any width for integers, numbers for floats; never a float for an integer."""
+    """Return whether the dtypes are compatible: integers of any width for integers, any number for floats."""
     if wanted.kind in "iu":
         return given.kind in "biu"
     return np.can_cast(given, wanted, "same_kind")
 
 
 def _bounds(space: Space[Any]) -> tuple[Any, Any] | None:
-    """Inclusive; scalars where all elements share them, because that compares faster."""
+    """Return inclusive bounds, as scalars if all elements share them, because that compares faster."""
     if isinstance(space, spaces.Discrete):
         return int(space.start), int(space.start + space.n - 1)
     if isinstance(space, spaces.MultiDiscrete):

@@ -1,7 +1,7 @@
-"""`AsyncVectorEnv`'s own calls: send a request to every environment, and wait for the results later.
+"""Implement the calls of `AsyncVectorEnv`: send a request to every environment, and wait for the results later.
 
-`ClusterEnv` inherits them. Errors and their texts are Gymnasium's. Unlike there, a call that has timed out is still
-pending: it can be waited for again, and its late results are never taken for those of the next call.
+`ClusterEnv` inherits them. Errors and their texts are Gymnasium's. Unlike in `AsyncVectorEnv`, a call that timed out is
+still pending: it can be waited for again, and its late results are never mistaken for those of the next call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["AsyncCalls"]
 
 
 class AsyncCalls(VectorEnv[Any, Any, Any]):
-    """The halves of `reset`, `step` and `call`."""
+    """The `_async` and `_wait` halves of `reset`, `step` and `call`."""
 
     copy: bool
     _driver: Driver
@@ -36,7 +36,7 @@ class AsyncCalls(VectorEnv[Any, Any, Any]):
     def reset_async(
         self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
-        """Begin what `reset` does; `reset_wait` returns its results."""
+        """Reset the environments, without waiting; `reset_wait` returns the results."""
         self._guard.check("reset_async")
         arguments = read_reset("reset_async", seed, options, self.num_envs)
         self._send_reset(arguments)
@@ -44,7 +44,7 @@ class AsyncCalls(VectorEnv[Any, Any, Any]):
 
     @uninterrupted
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        """Wait for the results of `reset_async`, `timeout` seconds at most.
+        """Wait for the results of `reset_async`, at most `timeout` seconds.
 
         Raises:
             DeadlineError: a `multiprocessing.TimeoutError`; the reset is still pending.
@@ -68,7 +68,7 @@ class AsyncCalls(VectorEnv[Any, Any, Any]):
 
     @uninterrupted
     def step_wait(self, timeout: float | None = None) -> StepResult:
-        """Wait for the results of `step_async`, `timeout` seconds at most.
+        """Wait for the results of `step_async`, at most `timeout` seconds.
 
         Raises:
             DeadlineError: a `multiprocessing.TimeoutError`; the step is still pending.
@@ -87,7 +87,7 @@ class AsyncCalls(VectorEnv[Any, Any, Any]):
 
     @uninterrupted
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """Wait for the results of `call_async`, `timeout` seconds at most.
+        """Wait for the results of `call_async`, at most `timeout` seconds.
 
         Raises:
             DeadlineError: a `multiprocessing.TimeoutError`; the call is still pending.
@@ -100,11 +100,11 @@ class AsyncCalls(VectorEnv[Any, Any, Any]):
     def _send_reset(self, arguments: ResetArguments) -> None:
         guard, driver, mask = self._guard, self._driver, arguments.mask
         if mask is not None and not guard.was_reset and not mask.all():
-            raise UsageError("the first reset() must be of all environments: leave reset_mask out")
+            raise UsageError("the first reset() must reset all environments: leave reset_mask out")
         guard.pending, guard.is_interrupted = None, True
         driver.drain()
         driver.set_seed_base(arguments.bases)
-        # The script says the seed of the run as it began: where it was resumed, that one was used already.
+        # A resumed script passes the same seed as at the first start: its episodes were already played.
         seeds = driver.unused_seeds() if driver.is_resumed and not guard.was_reset else arguments.seeds
         driver.send_reset(arguments.slots, [seeds[slot] for slot in arguments.slots], arguments.options)
 
@@ -122,7 +122,7 @@ class AsyncCalls(VectorEnv[Any, Any, Any]):
         try:
             driver.collect(self.num_envs, timeout_s, "step_wait")
         except WorkerLostError as error:
-            checkpoint()  # Ctrl-C would take the place of this error, and of its rows
+            checkpoint()  # before the delivery: a Ctrl-C after it would replace this error and lose its rows
             error.rows = step_result(driver.deliver(True))
             guard.is_interrupted = False
             raise

@@ -1,4 +1,4 @@
-"""Refuse calls that make no sense now. Asked by every call of `ClusterEnv`, before it changes anything."""
+"""Refuse calls that are not possible in the present phase. Every call of `ClusterEnv` checks this first."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Pending:
     phase: Phase
     reset: ResetArguments | None = None
     requests: Sequence[Request] = ()
-    """Of `call_async`."""
+    """The requests of `call_async`."""
 
 
 class CallGuard:
-    """Knows the phase that the environments are in, and whether they were closed."""
+    """Track the phase of the environments, and refuse calls that it does not allow."""
 
     def __init__(self, driver: Driver, teardown: Teardown) -> None:
         self._driver = driver
@@ -41,9 +41,9 @@ class CallGuard:
         self.may_end = driver.mode is AutoresetMode.DISABLED
         self.was_reset = False
         self.is_interrupted = False
-        """A step or reset is under way, or ended by an exception: its rows are unknown."""
+        """A step or reset is in progress, or was ended by an exception: its rows are unknown."""
         self.is_resumed = False
-        """From another run's state: slots have seeds of their own."""
+        """Whether the state of another run was loaded, which determines the seeds of the slots."""
         self.pending: Pending | None = None
 
     @property
@@ -60,8 +60,8 @@ class CallGuard:
         return Phase.PARTIAL if self._rows.is_in_flight else Phase.IDLE
 
     def check(self, call: str) -> None:
-        """Raise where this call makes no sense now."""
-        if (  # the hot path: nothing is under way, and everything but recv() is allowed
+        """Raise if this call is not possible now."""
+        if (  # the hot path: nothing is pending, so everything is allowed but waiting for results
             self.was_reset
             and not self.is_interrupted
             and self.pending is None
@@ -80,7 +80,7 @@ class CallGuard:
 
     @contextmanager
     def waiting(self) -> Iterator[Pending]:
-        """Wait for what is pending. Afterwards it is not any more, except where the time ran out."""
+        """Wait for the pending call in the `with` block; it stays pending only if the block raises DeadlineError."""
         pending, self.pending = self.pending, None
         assert pending is not None
         try:
@@ -90,7 +90,7 @@ class CallGuard:
             raise
 
     def warn_of_pending(self) -> None:
-        """Warn, as Gymnasium does, that a call is given up by `close`."""
+        """Warn, as Gymnasium does, that `close` abandons a pending call."""
         if self.pending is not None:
             name, self.pending = PENDING[self.pending.phase], None
             logger.warn(f"Calling `close` while waiting for a pending call to `{name}` to complete.")
@@ -100,15 +100,15 @@ class CallGuard:
             raise ClosedError(f"{call}(): these environments were closed; make a new ClusterEnv")
 
     def check_not_loaded(self, call: str, name: str) -> None:
-        """Raise where the environments that this would reach are replaced by the next reset."""
+        """Raise if the next reset replaces the environments that this call would reach."""
         if self.is_resumed and not self.was_reset:
             raise UsageError(
-                f"{call}({name!r}) after load_state_dict(): the environments begin anew with the next reset(), "
+                f"{call}({name!r}) after load_state_dict(): the next reset() creates new environments, "
                 "with the attributes of the loaded state; call reset() first"
             )
 
     def check_not_ended(self, slots: list[int] | None) -> None:
-        """Raise where a slot (None: any) would be stepped past the end of its episode."""
+        """Raise if one of these slots (None: all) would be stepped past the end of its episode."""
         if not self.may_end:
             return
         ended = self._rows.ended
@@ -120,7 +120,7 @@ class CallGuard:
             )
 
     def check_whole_vectors(self, slots: list[int]) -> None:
-        """Raise where only some slots of a vector environment would be stepped."""
+        """Raise if only some slots of a vector environment would be stepped."""
         for its in self._driver.slots_of if self._driver.is_vector else ():
             chosen = set(its) & set(slots)
             if chosen and len(chosen) < len(its):

@@ -1,6 +1,6 @@
-"""Check what a user passes to the calls of `ClusterEnv`: modes, seeds, masks, slots; pure.
+"""Check the arguments of the calls of `ClusterEnv`: modes, seeds, masks, slots. Pure.
 
-Where Gymnasium refuses the same thing, the error is of its type too, in its words.
+Where Gymnasium refuses the same argument, the error has Gymnasium's type and text.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from clusterenv.spec import ObservationMode
 
 @dataclass(frozen=True)
 class ResetArguments:
-    """What a reset was given, per slot."""
+    """The arguments of a reset; seeds and bases per slot."""
 
     seeds: list[int | None]
     bases: list[int | None]
-    """What the seeds of later incarnations are derived from."""
+    """The seeds from which those of later incarnations are derived."""
     mask: Any
-    """Which slots, bool [num_envs]; None: all."""
+    """The slots to reset, bool [num_envs]; None: all."""
     slots: list[int]
     options: dict[str, Any] | None
 
 
 def read_autoreset_mode(mode: AutoresetMode | str | None, is_vector: bool) -> AutoresetMode | None:
-    """Return the mode; None: that of the vector environment of the user's own (`is_vector`)."""
+    """Return the mode; None: that of the user's own vector environment (`is_vector`)."""
     if mode is None:
         return None if is_vector else AutoresetMode.NEXT_STEP
     try:
@@ -47,7 +47,7 @@ def read_autoreset_mode(mode: AutoresetMode | str | None, is_vector: bool) -> Au
 
 
 def read_observation_mode(mode: Any, is_vector: bool) -> ObservationMode:
-    """`is_vector`: a vector environment of the user's own batches the observations."""
+    """Return the checked mode. `is_vector`: the user's own vector environment batches the observations."""
     if mode == "same":
         return "same"
     if isinstance(mode, tuple) and len(mode) == 2:
@@ -67,7 +67,7 @@ def read_observation_mode(mode: Any, is_vector: bool) -> ObservationMode:
 
 
 def read_reset(call: str, seed: Any, options: Any, num_envs: int) -> ResetArguments:
-    """Return what `reset` and `reset_async` were given."""
+    """Return the checked arguments of `reset` or `reset_async`."""
     expect(call, "options", options, Mapping[Any, Any] | None)
     seeds, bases = read_seeds(seed, num_envs)
     mask, options = read_mask(options, num_envs)
@@ -76,7 +76,7 @@ def read_reset(call: str, seed: Any, options: Any, num_envs: int) -> ResetArgume
 
 
 def read_seeds(seed: Any, num_envs: int) -> tuple[list[int | None], list[int | None]]:
-    """Return per slot: the seed of this reset, and what later incarnations derive theirs from."""
+    """Return, per slot, the seed of this reset and the base from which later incarnations derive their seeds."""
     if seed is None:
         return [None] * num_envs, [None] * num_envs
     if isinstance(seed, (list, tuple, np.ndarray)):
@@ -107,12 +107,12 @@ def read_mask(options: dict[str, Any] | None, num_envs: int) -> tuple[Any, dict[
         raise SpecError(
             f"`options['reset_mask']` must contain a boolean array with at least one True value, got reset_mask={mask}"
         )
-    # The caller's dict stays as it is: wrappers above read the mask after this call.
+    # Do not mutate the caller's dict: wrappers around this environment read the mask after this call.
     return mask, {key: value for key, value in options.items() if key != "reset_mask"}
 
 
 def read_indices(call: str, name: str, values: Any) -> list[int]:
-    """Return slots as ints; quick where they are some."""
+    """Return slots as ints; fast for valid slots."""
     try:
         return [operator.index(value) for value in values]
     except TypeError:
@@ -121,7 +121,7 @@ def read_indices(call: str, name: str, values: Any) -> list[int]:
 
 
 def read_send_slots(slots: Any, num_envs: int) -> list[int]:
-    """Return the slots that `send` was given."""
+    """Return the checked slots of `send`."""
     chosen = read_indices("send", "slots", slots)
     if not chosen:
         raise UsageError("send(): slots is empty")
@@ -131,7 +131,7 @@ def read_send_slots(slots: Any, num_envs: int) -> list[int]:
 
 
 def check_recv(min_envs: Any, timeout_s: Any, in_flight: int) -> None:
-    """Raise unless `recv` can wait for so many rows; quick where nothing is said."""
+    """Raise unless `recv` can wait for this many rows; fast if both arguments are None."""
     if min_envs is not None:
         expect("recv", "min_envs", min_envs, int)
         if not 1 <= min_envs <= in_flight:
@@ -141,7 +141,7 @@ def check_recv(min_envs: Any, timeout_s: Any, in_flight: int) -> None:
 
 
 def read_timeout(call: str, timeout: Any) -> float | None:
-    """Return how long a `_wait` may take, in seconds; None: as long as it takes."""
+    """Return how long a `_wait` may take, in seconds; None: without limit."""
     if timeout is not None:
         expect(call, "timeout", timeout, float, least=0)
     checked: float | None = timeout
@@ -149,7 +149,7 @@ def read_timeout(call: str, timeout: Any) -> float | None:
 
 
 def read_slots(call: str, slots: Any, num_envs: int, is_vector: bool) -> list[int]:
-    """Return the slots (None: all) of which something is called, read or set."""
+    """Return the slots (None: all) whose method is called or attribute is read or set."""
     if slots is None:
         return list(range(num_envs))
     chosen = read_indices(call, "slots", slots)
@@ -162,7 +162,7 @@ def read_slots(call: str, slots: Any, num_envs: int, is_vector: bool) -> list[in
 
 
 def read_values(name: str, values: Any, count: int) -> Sequence[Any]:
-    """Return the values of an attribute, one for each of `count` environments."""
+    """Return the values to set, one for each of `count` environments."""
     if not isinstance(values, (list, tuple)):
         return [values] * count
     if len(values) != count:
@@ -171,9 +171,9 @@ def read_values(name: str, values: Any, count: int) -> Sequence[Any]:
 
 
 def check_state(state: Any, num_envs: int) -> None:
-    """Raise unless `load_state_dict` can go on from this."""
+    """Raise unless `load_state_dict` can resume from this state."""
     expect("load_state_dict", "state", state, Mapping[str, Any], hint="pass what state_dict() returned")
     if state.get("format") != 1:
         raise SpecError(f"load_state_dict: format {state.get('format')!r} is not known to this version")
     if state["num_envs"] != num_envs:
-        raise SpecError(f"load_state_dict: saved with {state['num_envs']} environments, these are {num_envs}")
+        raise SpecError(f"load_state_dict: saved with {state['num_envs']} environments, but there are {num_envs} here")

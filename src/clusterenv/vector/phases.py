@@ -1,7 +1,7 @@
-"""When each call of `ClusterEnv` and `Collector` makes sense: a table of what is wrong with it in each phase. Pure.
+"""Define which calls of `ClusterEnv` and `Collector` are refused in each phase, and why, as a table. Pure.
 
-The phase follows from what the environments are doing (`CallGuard.phase`); nobody keeps it. A call that the table
-does not name for a phase is allowed in it.
+The phase is computed from what the environments are doing (`CallGuard.phase`), not stored. A call that the table does
+not name for a phase is allowed in it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ __all__ = ["AWAITED", "PENDING", "Phase", "refusal", "refused"]
 
 class Phase(enum.Enum):
     NEW = "never reset, or resumed from a state"
-    IDLE = "nothing is under way"
+    IDLE = "nothing is pending"
     PARTIAL = "slots are in flight from send()"
-    RESETTING = "reset_async() was called, and reset_wait() not yet"
-    STEPPING = "step_async() was called, and step_wait() not yet"
-    CALLING = "call_async() was called, and call_wait() not yet"
-    COLLECTING = "a fragment was started, and not taken yet"
+    RESETTING = "reset_async() was called, but not yet reset_wait()"
+    STEPPING = "step_async() was called, but not yet step_wait()"
+    CALLING = "call_async() was called, but not yet call_wait()"
+    COLLECTING = "a fragment was started, but not yet returned by rollout()"
     STREAMING = "a stream is open"
-    INTERRUPTED = "a step or reset ended by an exception, and its rows are unknown"
+    INTERRUPTED = "a step or reset was ended by an exception, and its rows are unknown"
 
 
 PENDING = {
@@ -36,11 +36,11 @@ PENDING = {
 """Phase → the call that is pending in it."""
 
 AWAITED = {"recv": "step", "reset_wait": "reset", "step_wait": "step", "call_wait": "call"}
-"""Call that waits for the results of another → that other, which has to be pending."""
+"""A call that waits for results → the call that must be pending."""
 
 _ASYNC = ("reset_async", "step_async", "call_async")
 _OF_ALL = ("step", "call", "get_attr", "set_attr", "rollout", "stream", "evaluate", "load_state_dict", *_ASYNC)
-"""Calls that make no sense while results of another one are awaited."""
+"""Calls that are refused while the results of another one are awaited."""
 
 _RESET_FIRST = "{call}() before reset(): call reset() first"
 _IN_FLIGHT = "{call}() while slots {slots} are in flight: recv() them first"
@@ -51,7 +51,7 @@ _FRAGMENT = (
 _STREAM = "{call}() while a stream is open: leave its loop first (or close() the generator)"
 _INTERRUPTED = "{call}() after a step that was interrupted by an error or Ctrl-C: call reset() to go on"
 _NOTHING = "{call}() while nothing is in flight; send() first"
-# As `AsyncVectorEnv` words them, and what to do.
+# The texts of `AsyncVectorEnv`, followed by what to do.
 _NOT_CALLED = "Calling `{call}` without any prior call to `{awaited}_async`. Call {awaited}_async() first"
 _WAITING = "Calling `{call}` while waiting for a pending call to `{pending}` to complete. Call {pending}_wait() first"
 
@@ -60,7 +60,7 @@ _ALL_WAITING = dict.fromkeys(("send", "recv", *_OF_ALL), _WAITING)
 
 
 def _refused_until(wait: str) -> dict[str, str]:
-    """Return what is refused until this call: everything but `reset`, which gives up what is pending."""
+    """Return what is refused until this call: everything but `reset`, which abandons what is pending."""
     return {call: text for call, text in {**_NO_ASYNC, **_ALL_WAITING}.items() if call != wait}
 
 
@@ -94,19 +94,19 @@ _REFUSED: dict[Phase, dict[str, str]] = {
 
 
 def refusal(call: str, phase: Phase) -> str | None:
-    """Return what is wrong with this call in this phase, with places for `refused` to fill in; None: nothing."""
+    """Return why this call is refused in this phase, as a template for `refused` to fill in; None if it is allowed."""
     return _REFUSED[phase].get(call)
 
 
 def refused(call: str, phase: Phase, text: str, slots: list[int], num_steps: int) -> UsageError:
-    """Return the error for a call that `refusal` has something against.
+    """Return the error for a refused call.
 
     Args:
-        call: its name.
-        phase: what the environments are doing.
-        text: what `refusal` returned.
-        slots: those in flight.
-        num_steps: of the fragment under way.
+        call: the name of the call.
+        phase: the present phase.
+        text: the template that `refusal` returned.
+        slots: the slots in flight.
+        num_steps: length of the pending fragment.
     """
     names = {"call": call, "awaited": AWAITED.get(call), "pending": PENDING.get(phase)}
     text = text.format(**names, slots=slots, num_steps=num_steps)

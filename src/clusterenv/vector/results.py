@@ -1,4 +1,4 @@
-"""Shape what was delivered as Gymnasium returns it: step results, infos of some slots as infos of all; pure."""
+"""Convert delivered rows to what Gymnasium returns: step results, and infos of all slots from those of some. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def step_result(rows: Rows) -> StepResult:
 
 
 def acted_infos(parts: list[Acted], num_envs: int) -> dict[str, Any]:
-    """Return who acted how, as Gymnasium lays infos out; rows without an action (a lost worker's) are masked out."""
+    """Return actions, log-probabilities and versions in Gymnasium's info layout; rows without an action are masked."""
     there = np.zeros(num_envs, dtype=np.bool_)
     infos: dict[str, Any] = {}
     for part in parts:

@@ -1,9 +1,9 @@
-"""How messages between head and worker are framed on their socket pair.
+"""Frame the messages between head and worker on their socket pair.
 
-A frame is `<u32 length><u8 kind><body>`. The two messages of the hot loop (`step all your slots`, `done`) carry
-just a request number, those that ask for fragments are msgpack: they cross the network for every fragment. Other bodies
-are pickled, because both ends run on one machine under one user, over an inherited descriptor; but for the answers of a
-node's workers, which go on to the head as plain data (`Raw`).
+A frame is `<u32 length><u8 kind><body>`. The two messages of the hot loop (`step all your slots`, `done`) carry only a
+request number. `RunFragment` and `LoadWeights` are msgpack: they cross the network for every fragment. Other bodies are
+pickled, because both ends run on one machine as one user, over an inherited descriptor; except for plain data: the
+answers of a node's workers, which are passed on to the head (`Raw`), and requests to workers that unpickle nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _RAW = struct.Struct("<IBBIII")
 
 
 class Brings(enum.IntEnum):
-    """What lies in shared memory beside an answer, and travels with it."""
+    """What an answer brings in shared memory, which is sent along with it."""
 
     NOTHING = 0
     ROWS = 1
@@ -80,7 +80,7 @@ class Brings(enum.IntEnum):
 
 
 class Raw(NamedTuple):
-    """An answer that is passed on unopened."""
+    """An answer that is passed on without being decoded."""
 
     request: int
     last: bool
@@ -101,7 +101,7 @@ def brings_of(message: Any, reply: Any) -> tuple[Brings, int, int]:
 def encode_plain(
     message: Any, other: Literal["refuse", "repr"] = "refuse", brings: tuple[Brings, int, int] = (Brings.ROWS, 0, 0)
 ) -> bytes:
-    """An answer for the network: no pickle. NotPlainError where it holds what is not plain data."""
+    """Encode an answer for the network, without pickle; raise NotPlainError if it is not plain data."""
     body: bytes = plain().pack(message, other)
     slots = getattr(message, "slots", ())
     head = _RAW.pack(message.request, getattr(message, "last", True), *brings, len(slots))
@@ -131,7 +131,7 @@ def with_plain_infos(result: FragmentResult) -> FragmentResult:
 
 
 def with_portable_spaces(built: Built) -> Built:
-    """Describe the spaces that cannot travel."""
+    """Replace the spaces that cannot be sent by their descriptions."""
     others = [(slot, portable(observation), portable(action)) for slot, observation, action in built.others]
     return built._replace(
         observation_space=portable(built.observation_space), action_space=portable(built.action_space), others=others
@@ -140,7 +140,7 @@ def with_portable_spaces(built: Built) -> Built:
 
 @cache
 def plain() -> Any:
-    """The codec of what workers answer."""
+    """Return the codec of workers' answers."""
     from gymnasium.spaces import GraphInstance
     from gymnasium.vector import AutoresetMode
 
@@ -157,9 +157,9 @@ def encode(message: NamedTuple) -> bytes:
         return compact
     try:
         body = pickle.dumps(message, 5)
-        # By name, a class of the user's script is found here, but not in a worker, whose __main__ is another.
+        # Pickled by name, a class of the user's script is not found in a worker, whose __main__ is another module.
         is_by_name = b"__main__" in body
-    except Exception:  # lambdas, and such classes on their way back
+    except Exception:  # lambdas, and such classes in an answer
         is_by_name = True
     if is_by_name:
         body = cloudpickle.dumps(message, 5)  # by value
@@ -167,10 +167,10 @@ def encode(message: NamedTuple) -> bytes:
 
 
 def _encode_compact(message: Any) -> bytes | None:
-    """Requests that come with every fragment, in a quarter of the bytes; None for others."""
+    """Encode requests that are sent for every fragment, in a quarter of the bytes; return None for others."""
     if type(message) is RunFragment:
         if any(type(value) not in (int, float) for value in message.knobs.values()):
-            return None  # one for each slot
+            return None  # a knob with a value for each slot
         kind = _FRAGMENT
     elif type(message) is LoadWeights:
         kind = _WEIGHTS
@@ -188,7 +188,7 @@ def _compact() -> dict[int, Any]:
 
 @cache
 def _requests() -> Any:
-    """The codec of requests to workers that unpickle nothing."""
+    """Return the codec of requests to workers that unpickle nothing."""
     from gymnasium.spaces import GraphInstance
 
     from clusterenv.wire.plain import Codec
@@ -198,7 +198,7 @@ def _requests() -> Any:
 
 
 def encode_named(message: Any) -> bytes:
-    """A request as plain data. NotPlainError where it holds what is not."""
+    """Encode a request as plain data; raise NotPlainError if it is not."""
     compact = _encode_compact(message)
     if compact is not None:
         return compact
@@ -209,7 +209,7 @@ def encode_named(message: Any) -> bytes:
 
 
 def open_request(body: bytes) -> Any:
-    """The other side of `encode_named`."""
+    """Decode the body of a request that `encode_named` made."""
     message = _requests().unpack(body)
     if isinstance(message, (Attach, MapArena)):
         kind = Layout if isinstance(message, Attach) else ArenaLayout
@@ -218,7 +218,7 @@ def open_request(body: bytes) -> Any:
 
 
 encode_quick = partial(_QUICK.pack, 5, _NUMBER)
-"""Request → bytes: a step of all slots, and its usual answer."""
+"""Encode a request number: a step of all slots, or its usual answer."""
 
 
 def _raw(body: bytes) -> Raw:
@@ -229,7 +229,7 @@ def _raw(body: bytes) -> Raw:
 
 
 class FrameReader:
-    """Bytes in, messages out: an int for a quick frame, else the message."""
+    """Turn bytes into messages: an int for a quick frame, else the message."""
 
     def __init__(self, open_plain: Callable[[bytes], Any] | None = None, allow_pickle: bool = True) -> None:
         self.buffer = bytearray()
@@ -240,7 +240,7 @@ class FrameReader:
     def feed(self, data: bytes | memoryview) -> list[Any]:
         """Return the messages that are complete now.
 
-        One that cannot be opened raises whatever its opening raised, once: the next call goes on with the others.
+        A message that cannot be decoded raises its error once: the next call continues with the others.
         """
         if len(data) == 9 and not self.buffer and data[4] == _NUMBER:
             return [_QUICK.unpack(data)[2]]
@@ -262,7 +262,7 @@ class FrameReader:
                 elif self._allow_pickle:
                     messages.append(pickle.loads(body))
                 else:
-                    raise ProtocolError("a pickled request, where none is taken")
+                    raise ProtocolError("a pickled request, where pickle is not allowed")
             except Exception:
                 del self.buffer[start : start + 4 + length]
                 raise

@@ -1,8 +1,8 @@
-"""The format of a message: its tags, its limits, and the memory that reading it is taken to cost.
+"""The format of a plain message: its tags, its limits, and upper bounds of the memory that reading it takes.
 
-A message is `<version u8> <size of the tree u32> <tree> <buffers> <zeros>`. The tree is msgpack made of None, bools,
-numbers, texts and lists alone; a list begins with the tag of the value that it stands for. Whatever is bulky (arrays,
-bytes, lists of numbers) lies in the buffers, in the order in which the tree names it.
+A message is `<version u8> <size of the tree u32> <tree> <buffers> <zeros>`. The tree is msgpack of None, bools,
+numbers, texts and lists only; a list begins with the tag of the value that it encodes. Bulky data (arrays, bytes, lists
+of numbers) is in the buffers, in the order in which the tree names it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import msgspec
 
 VERSION = b"\x02"
 DEEPEST = 100
-"""Most lists within each other in a tree."""
+"""Deepest nesting of lists in a tree."""
 FREE = 8 << 20
 """Bytes of memory that reading any message may take."""
 PER_BYTE = 8
-"""And so many more for each byte of the message."""
+"""Bytes of memory that it may take in addition, for each byte of the message."""
 
-# Bytes that reading takes, no less: for a place in a container, a value of the tree, a byte of a buffer (an int of 8
-# bytes takes 40).
+# Upper bounds of the bytes that reading takes: for a place in a container, a value of the tree, a byte of a buffer (an
+# int of 8 bytes takes 40).
 PLACE_COST, _NODE_COST, BUFFER_COST = 8, 80, 5
 _CHEAP_BYTES = bytes((*range(0x80), *range(0xC0, 0xC4), *range(0xE0, 0x100)))
-"""Of small ints, None, False, True, and ASCII texts: they cost a place, or less."""
+"""Bytes of small ints, None, False, True, and ASCII texts, which cost at most a place."""
 
 LIST, TUPLE, DICT, SET, FROZENSET, STRUCT, OBJECTS, SPACE = range(8)
 INTS, FLOATS, ROWS, INT, COMPLEX, STR, BYTES, NP_STR, NP_BYTES, SCALAR, ARRAY, ENUM, TYPE = range(8, 21)
@@ -35,12 +35,12 @@ _u32 = struct.Struct("<I").pack
 
 
 def tree_cost(tree: bytes) -> int:
-    """Return the bytes that decoding a tree takes, no less: any byte that may begin a value is taken for one."""
+    """Return an upper bound of the bytes that decoding a tree takes: any byte that may begin a value counts as one."""
     return PLACE_COST * len(tree) + _NODE_COST * len(tree.translate(None, _CHEAP_BYTES))
 
 
 def table_cost(count: int) -> int:
-    """Return the bytes that a dict takes beside its node, no less."""
+    """Return an upper bound of the bytes that a dict takes beside its node."""
     return 0 if count < 5 else 150 * count
 
 
@@ -49,7 +49,7 @@ def set_cost(count: int) -> int:
 
 
 def objects_cost(count: int) -> int:
-    """Return the bytes that an array of objects takes: numpy makes another on the way."""
+    """Return the bytes that an array of objects takes: numpy makes a temporary one."""
     return 2 * PLACE_COST * count
 
 

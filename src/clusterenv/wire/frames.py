@@ -1,10 +1,10 @@
-"""Messages to frames and back, with every limit checked before anything is kept.
+"""Turn messages into frames and back, checking every limit before anything is kept.
 
-A message is one run of bytes: the sizes of its parts, its header, its payload. A small one goes as one frame behind a
-prefix, because every frame is encrypted and handed over by itself; of a larger one the payload follows in frames of
-its own, which spares a copy. One of more than half a megabyte goes as pieces `[prefix, bytes]`, because a single huge
-frame would starve the heartbeats of its connection. A piece never mixes with another message of the same sender: pieces
-come in order, and other messages may come between them.
+A message is a sequence of bytes: the sizes of its parts, its header, its payload. A small one is sent as one frame
+after a prefix, because every frame is encrypted and passed on separately; the payload of a larger one follows in
+separate frames, which saves a copy. One of more than half a megabyte is sent as pieces `[prefix, bytes]`, because a
+single huge frame would hold up the heartbeats of its connection. The pieces of a message come in order; whole messages
+may come between them, but no pieces of another one.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ __all__ = ["CHUNK", "CONTROL_LIMIT", "FRAME_LIMIT", "PIECE_LEAST", "Reader", "he
 
 CHUNK = 1 << 19
 PIECE_LEAST = 1 << 16
-"""Pieces are no smaller, whatever the link."""
+"""Least size of a piece, except the last, on any link."""
 
 FRAME_LIMIT = CHUNK + (1 << 16)
-"""Larger frames are refused by the socket."""
+"""The socket refuses larger frames."""
 
 CONTROL_LIMIT = 1 << 20
-"""Bytes of the largest message that nobody asked for."""
+"""Bytes of the largest message that answers no request."""
 
 _PREFIX = struct.Struct("<BQ")  # whole or piece, session
 _PIECE = struct.Struct("<BQIIQ")  # .., index, count, total
-_PART, _WHOLE = 1, 2  # 0 was whole in protocols 1 and 2, whose sizes were wider
+_PART, _WHOLE = 1, 2  # not 0: whole in protocols 1 and 2, whose sizes are wider
 _INLINE = 1 << 16
 _HEADER_LIMIT = 4 << 20
 """Bytes of the largest header that a head reads: decoded, it may take many times as much memory."""
@@ -45,14 +45,14 @@ Buffer = bytes | bytearray | memoryview
 
 
 def to_wire(session: int, message: Any, payload: Sequence[Buffer] = (), piece: int = CHUNK) -> list[list[Buffer]]:
-    """The wire messages, each a list of frames; larger ones in pieces of `piece` bytes."""
+    """Return the wire messages, each a list of frames; a large message in pieces of `piece` bytes."""
     header = _encode(message)
     sizes = [len(header), *map(len, payload)]
     total = sum(sizes)
     table = struct.pack(f"<H{len(sizes)}{'I' if total <= piece + _HEADER else 'Q'}", len(sizes), *sizes)
     if total <= _INLINE:
         return [[b"".join([_PREFIX.pack(_WHOLE, session), table, header, *payload])]]
-    if total <= piece + _HEADER:  # a chunk with its header is not cut in two
+    if total <= piece + _HEADER:  # a chunk with its header is not divided
         return [[b"".join([_PREFIX.pack(_WHOLE, session), table, header]), *payload]]
     body = b"".join([table, header, *payload])
     view, count = memoryview(body), -(-len(body) // piece)
@@ -60,17 +60,17 @@ def to_wire(session: int, message: Any, payload: Sequence[Buffer] = (), piece: i
 
 
 class Reader(Generic[M]):
-    """Wire messages of one sender in, whole messages out. Raises ProtocolError, and nothing else."""
+    """Read the wire messages of one sender. Raises ProtocolError, and nothing else."""
 
     def __init__(self, types: Any) -> None:
         self._decode = msgspec.msgpack.Decoder(types).decode
         self.limit = CONTROL_LIMIT
-        """Bytes of the largest message that makes sense now, in pieces or whole."""
+        """Bytes of the largest message to accept now, in pieces or whole."""
         self.header_limit = _HEADER_LIMIT
         self._pieces: list[Any] = []
 
     def read(self, frames: Sequence[Any]) -> tuple[int, M, list[Any]] | None:
-        """(session, message, payload); None while more pieces have to come."""
+        """Return (session, message, payload), or None while pieces are missing."""
         first = frames[0] if frames else b""
         if len(first) >= _PREFIX.size and first[0] == _WHOLE and len(frames) <= _MAX_PARTS:
             if len(frames) > 1:
@@ -112,7 +112,7 @@ class Reader(Generic[M]):
 
 
 def _cut(body: memoryview, unit: Literal["I", "Q"], others: Sequence[Any] = ()) -> list[Any]:
-    """The parts of a message, whose sizes are in such units; all but the first may be frames of their own."""
+    """Return the parts of a message, whose sizes have the struct code `unit`; all but the first may be in `others`."""
     if len(body) < 2:
         raise ProtocolError("a message cut short")
     (count,) = struct.unpack_from("<H", body)
@@ -134,12 +134,12 @@ def _cut(body: memoryview, unit: Literal["I", "Q"], others: Sequence[Any] = ()) 
 
 
 def head_reader() -> Reader[FromNode]:
-    """What the head reads."""
+    """Return a reader for the head."""
     return Reader(FromNode)
 
 
 def node_reader() -> Reader[FromHead]:
-    """What a node reads; its head may send any amount."""
+    """Return a reader for a node; its head may send any amount."""
     reader: Reader[FromHead] = Reader(FromHead)
     reader.limit = reader.header_limit = 1 << 62
     return reader

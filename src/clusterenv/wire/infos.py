@@ -1,8 +1,8 @@
-"""Per-environment info dicts to Gymnasium's dict of arrays with `_key` masks; pure.
+"""Convert per-environment info dicts to Gymnasium's dict of arrays with `_key` masks. Pure.
 
 A worker packs the infos of its rows into columns (`pack`), the head joins the columns of all workers
-(`batch`): the head's share stays small when every step has infos. The result does not depend on how slots
-are spread over workers, so a column keeps enough to give back each value exactly (`_values`).
+(`batch`): the head's work stays small when every step has infos. The result does not depend on how slots
+are spread over workers, so a column keeps enough to restore each value exactly (`_values`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _join(key: str, columns: list[Column], size: int) -> Any:
 
 
 def _index(rows: list[int]) -> slice | list[int]:
-    """Return the rows, which ascend, as a slice where none is missing: numpy is many times faster with it."""
+    """Return ascending rows as a slice if none is missing: numpy is many times faster with slices."""
     return slice(rows[0], rows[-1] + 1) if rows and rows[-1] - rows[0] + 1 == len(rows) else rows
 
 
@@ -111,7 +111,7 @@ def _alike(columns: list[Column]) -> bool:
 
 
 def _place_mixed(key: str, rows: list[int], values: list[Any], size: int) -> Any:
-    """Values of several types: the dtype that holds all of them, or objects."""
+    """Place values of several types in an array of the dtype that holds all of them, or of objects."""
     if key != "final_obs":
         if all(type(v) in _NUMBERS or isinstance(v, np.number) for v in values):
             try:
@@ -121,7 +121,7 @@ def _place_mixed(key: str, rows: list[int], values: list[Any], size: int) -> Any
         elif all(isinstance(v, np.ndarray) and v.shape == values[0].shape for v in values):
             try:
                 return _place(rows, values, size, np.result_type(*{v.dtype for v in values}))
-            except TypeError:  # dates and numbers, say, have no dtype in common
+            except TypeError:  # dates and numbers, for example, have no common dtype
                 pass
     out = np.full(size, None, dtype=object)
     for row, value in zip(rows, values, strict=True):
@@ -137,7 +137,7 @@ def _place(rows: list[int], values: list[Any], size: int, dtype: np.dtype[Any]) 
 
 
 def _values(column: Column) -> list[Any]:
-    """Each value as the environment returned it."""
+    """Return each value as the environment returned it."""
     if column.kind == "dict":
         return [_row_of(column.values, row) for row in column.rows]
     if column.kind == "number":
@@ -161,7 +161,7 @@ def select(columns: Columns, rows: dict[int, int]) -> Columns:
             inner = select(column.values, rows)
             kept[key] = Column(names, inner, "dict")
         elif column.kind == "object":
-            # Fewer values may be of one kind after all.
+            # The values that are left may be of one kind.
             kept[key] = _column(key, names, [column.values[i] for i in places])
         else:
             kept[key] = Column(names, column.values[places], column.kind, column.type)

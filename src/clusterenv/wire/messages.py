@@ -1,6 +1,6 @@
-"""Every message between head and node agent, by direction. Arrays and code ride beside them as raw frames.
+"""Every message between head and node agent, by direction. Arrays and code are sent beside them as raw frames.
 
-A *shard* is a node's part of the run: its slots and its workers. Workers are counted over the whole run.
+A *shard* is a node's part of the run: its slots and its workers. Workers are numbered over the whole run.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Hello(_Message):
     pid: int
     cores: int
     allow_pickle: bool
-    """Whether it takes pickled code."""
+    """Whether it accepts pickled code."""
     versions: dict[str, str] = {}
-    """Of packages that have to fit where code or a policy is pickled. Has a default: protocols before 4 do not send it,
-    and are to be refused by their number."""
+    """Of packages that must match where code or a policy is pickled. Has a default: protocols before 4 do not send it,
+    and must be refused by their number."""
 
 
 class Failed(_ShardMessage):
@@ -53,17 +53,17 @@ class Failed(_ShardMessage):
 
     text: str
     is_code: bool = True
-    """The code of the environments could not be loaded; False: the machine does not allow so many workers."""
+    """The code of the environments could not be loaded; False: the machine does not allow that many workers."""
 
 
 class Lacks(_ShardMessage):
-    """Packages that the shard's code names, and that this node cannot import as they are on the head."""
+    """Request packages that the shard's code names and that this node cannot import as they are on the head."""
 
     packages: tuple[str, ...]
 
 
 class Answer(_WorkerMessage):
-    """What a worker answered, or a part of it; frames: its plain data (none after a quick reply), then its rows."""
+    """A worker's answer, or a part of it; frames: its plain data (empty for a quick reply), then its rows."""
 
     request: int
     last: bool
@@ -71,7 +71,7 @@ class Answer(_WorkerMessage):
 
 
 class SteppedAll(_ShardMessage):
-    """All workers of the shard have done a whole step; frames: the rows of all, then plain data of `workers`."""
+    """All workers of the shard have stepped all slots; frames: the rows of all, then the plain data of `workers`."""
 
     request: int
     workers: tuple[int, ...]
@@ -95,7 +95,7 @@ class Output(_WorkerMessage):
 
 
 class StackTrace(_WorkerMessage):
-    """Where a worker is, as `TraceStack` asked."""
+    """The stack of a worker, requested by `TraceStack`."""
 
     text: str
 
@@ -107,7 +107,7 @@ class Beat(_Message):
 
 
 class Pull(_Message):
-    """Ask for `size` bytes of some weights; 0: all have arrived; -1: they cannot be used, offer them whole."""
+    """Request `size` bytes of some weights; 0: all have arrived; -1: they cannot be used, offer them whole."""
 
     weights: int
     at: int
@@ -115,7 +115,7 @@ class Pull(_Message):
 
 
 class Bye(_Message):
-    """This node leaves, for this reason."""
+    """This node is leaving, for this reason."""
 
     reason: str
 
@@ -132,11 +132,11 @@ class Welcome(_Message):
 class Refused(_Message):
     reason: str
     final: bool
-    """False: it may try again."""
+    """False: the node may try again."""
 
 
 class AssignShard(_ShardMessage):
-    """Take this shard; frame: the environments' code."""
+    """Host this shard; frame: the environments' code."""
 
     workers: tuple[tuple[int, tuple[int, ...]], ...]
     """(worker, its slots)"""
@@ -158,11 +158,11 @@ class Code(_ShardMessage):
 
 
 class Rows(_ShardMessage):
-    """The memory of rows; frame: its layout."""
+    """Allocate the memory of rows; frame: its layout."""
 
 
 class Fragments(_ShardMessage):
-    """The memory of fragments; frame: its layout."""
+    """Allocate the memory of fragments; frame: its layout."""
 
 
 class Start(_WorkerMessage):
@@ -170,18 +170,18 @@ class Start(_WorkerMessage):
 
 
 class ToWorker(_WorkerMessage):
-    """For a worker; frames: the request as the worker reads it, then the sides (and actions) of its slots."""
+    """Forward a request to a worker; frames: the request as it reads it, then the sides (and actions) of its slots."""
 
     request: int
     slots: tuple[int, ...]
-    """Whose sides (and actions) come along."""
+    """Slots whose sides (and actions) are sent along."""
     actions: bool
     weights: int = 0
-    """It is about these weights, and waits for them where they are still to come."""
+    """The request needs these weights, and waits until they have arrived; 0: none."""
 
 
 class StepAll(_ShardMessage):
-    """Every worker of the shard steps all its slots; frames: sides and actions."""
+    """Step all slots of every worker of the shard; frames: sides and actions."""
 
     request: int
 
@@ -191,11 +191,11 @@ class Kill(_WorkerMessage):
 
 
 class TraceStack(_WorkerMessage):
-    """Ask where a worker is that has been in one call for long; answered by `StackTrace`."""
+    """Request the stack of a worker whose call takes long; answered by `StackTrace`."""
 
 
 class Offer(_Message):
-    """Weights to pull into the machine's memory at `place`. Requests that need them name them."""
+    """Offer weights to be pulled into the machine's memory at `place`. Requests that need them name their number."""
 
     weights: int
     """Their number in the head's ledger."""
@@ -204,9 +204,9 @@ class Offer(_Message):
     checksum: int
     is_packed: bool
     base: int
-    """Packed as steps from this one; 0: from none."""
+    """Number of the weights that they are packed as a delta from; 0: none."""
     keep: bool
-    """Others will be packed as steps from it."""
+    """Later weights will be packed as deltas from these."""
 
 
 class Chunk(_Message):
@@ -223,11 +223,11 @@ class Withdrawn(_Message):
 
 
 class Leave(_ShardMessage):
-    """Give the shard up, or (-1) all of them, and end."""
+    """Give up this shard; -1: give up all shards and exit."""
 
     reason: str = ""
     failed: bool = False
-    """The run ended by an exception."""
+    """Exit with an error: the run ended with an exception, or this node cannot run the environments."""
 
 
 FromNode = Hello | Failed | Lacks | Answer | SteppedAll | Exited | Output | StackTrace | Beat | Pull | Bye

@@ -1,7 +1,7 @@
-"""Large answers in parts: how much one may hold, and how the results of a call are divided and joined. Pure.
+"""Divide large answers into parts, join them again, and limit what one may hold. Pure.
 
-A worker divides what it answers over a network; the head joins it. Rows and fragments have the sizes of their layout;
-what comes beside them (infos, results, frames) has none, and is limited here.
+A worker divides its answers for the network; the head joins them. The sizes of rows and fragments follow from their
+layout; what comes beside them (infos, results, frames) has no given size, and is limited here.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from clusterenv.wire.requests import Episode, Reply
 __all__ = ["BESIDE_BYTES", "RECORD_BYTES", "RESULT_BYTES", "join", "size_of", "split"]
 
 BESIDE_BYTES = 64 << 20
-"""What an answer may hold beside its rows: infos, objects, drift samples. Twice the size of its rows comes on top, for
-the last observations of episodes."""
+"""Limit of what an answer holds beside its rows: infos, objects, drift samples. Twice the size of its rows is added,
+for the last observations of episodes."""
 
 RESULT_BYTES = 64 << 20
-"""The result of a call on one environment, a frame of `render` for example."""
+"""Limit of the result of a call on one environment, for example a frame of `render`."""
 
 RECORD_BYTES = 2 << 30
-"""The frames of one recorded episode."""
+"""Limit of the frames of one recorded episode."""
 
 _PART_BYTES = 8 << 20
 """A part is closed once it holds this much."""
@@ -63,7 +63,7 @@ def _chunks(items: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def join(results: list[Any], part: list[Any]) -> None:
-    """Append a part to what has come; frames of one episode may come in several."""
+    """Append a part to the results so far; the frames of one episode may come in several parts."""
     for item in part:
         last = results[-1] if results else None
         if isinstance(item, Episode) and isinstance(last, Episode) and last.number == item.number and item.frames:
@@ -73,7 +73,7 @@ def join(results: list[Any], part: list[Any]) -> None:
 
 
 def size_of(value: Any, depth: int = 0) -> int:
-    """Return about how many bytes a value takes on the wire."""
+    """Return the approximate size of a value on the wire, in bytes."""
     if isinstance(value, np.ndarray):
         return int(value.nbytes)
     if isinstance(value, (bytes, bytearray, str)):

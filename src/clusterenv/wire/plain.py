@@ -1,8 +1,8 @@
-"""Plain data to bytes and back, for messages from machines that need not be trusted.
+"""Convert plain data to bytes and back, for messages from machines that need not be trusted.
 
-Nothing executable and no pickle: what is read is made of built-in values, numpy arrays, Gymnasium's own spaces, and
-the named tuples and enums that the codec knows. `format.py` describes the bytes. The memory that reading takes is
-counted before it is taken, and bounded by the message's length: `pack` pads a message of many small containers.
+Nothing is executed or unpickled: messages hold built-in values, numpy arrays, Gymnasium's own spaces, and the named
+tuples and enums that the codec knows. `format.py` describes the bytes. The memory that reading takes is counted before
+it is allocated, and bounded by the message's length: `pack` pads a message of many small containers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["Codec"]
 
 
 class Codec:
-    """Packs and unpacks messages.
+    """Pack and unpack messages.
 
     Args:
-        structs: the NamedTuple classes that may travel, known by their class names.
-        enums: the enums whose members may travel, likewise.
+        structs: the NamedTuple classes that may be sent, known by their class names.
+        enums: the enums whose members may be sent, likewise.
     """
 
     def __init__(self, structs: Sequence[type], enums: Sequence[type[enum.Enum]] = ()) -> None:
@@ -38,7 +38,7 @@ class Codec:
             self._classes[kind.__name__] = kind
 
     def pack(self, value: Any, other: Literal["refuse", "repr"] = "refuse") -> bytes:
-        """Return the value as bytes. What is not plain raises NotPlainError, or its repr travels in its place."""
+        """Return the value as bytes. What is not plain raises NotPlainError, or is replaced by its repr."""
         try:
             try:
                 return self._pack(value, other == "repr")
@@ -61,10 +61,10 @@ class Codec:
         """Return the value; raise ProtocolError for bytes that `pack` did not make."""
         try:
             return Reader(data, self._classes).read()
-        except Exception as error:  # numpy and Gymnasium refuse what they are given with whatever they like
+        except Exception as error:  # numpy and Gymnasium raise various exceptions
             reason = why(error)
-        # Not in the handler: as the cause of this one, the other would keep what was read so far.
+        # Raised outside the handler: as its context, the other error would keep what was read so far alive.
         raise ProtocolError(
             f"a message from another machine cannot be read: {reason}. "
-            "Are clusterenv, numpy and gymnasium of the same versions there as here?"
+            "Do both machines have the same versions of clusterenv, numpy and gymnasium?"
         )

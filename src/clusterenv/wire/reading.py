@@ -1,4 +1,4 @@
-"""Bytes to plain data. The bytes may be anything: sizes are compared with what is there, and cost is counted, first."""
+"""Turn bytes into plain data. The bytes may be anything: sizes and memory cost are checked first. Used by `Codec`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def why(error: Exception) -> str:
 
 @functools.cache
 def _decoder() -> msgspec.msgpack.Decoder[Any]:
-    """Decode trees. Their type is spelled out to its depth: of `Any`, msgspec would also make dicts and other types."""
+    """Return the decoder of trees. Its type is spelled out: for `Any`, msgspec would also make dicts and others."""
     node: Any = None | bool | int | float | str
     for _ in range(wire.DEEPEST + 2):  # a dict or an array beyond the deepest container
         node = None | bool | int | float | str | list[node]
@@ -43,7 +43,7 @@ def _decoder() -> msgspec.msgpack.Decoder[Any]:
 
 
 class Reader:
-    """Reads one message; `at` is where its next buffer begins, `left` how many bytes of memory it may still take."""
+    """Read one message; `at` is where its next buffer begins, `left` how many bytes of memory it may still take."""
 
     __slots__ = ("at", "classes", "data", "left")
 
@@ -57,17 +57,17 @@ class Reader:
         """Return the value of the message."""
         version, size = _HEAD.unpack_from(self.data)
         if version != wire.VERSION:
-            raise Damaged("it has another version, or is no message at all")
+            raise Damaged("it has another version, or is not a message")
         tree = bytes(self.take(size, 0))
         self.spend(wire.tree_cost(tree))
         node = _decoder().decode(tree)
         value = _READERS[node[0]](self, node) if node.__class__ is list else node
         if self.at < len(self.data) and bytes(self.data[self.at :]).strip(b"\0"):
-            raise Damaged("more follows its value")
+            raise Damaged("data follows its value")
         return value
 
     def values(self, node: list[Any], skip: int = 1) -> list[Any]:
-        """Return the values of a node's entries but the first ones. In place: a copy would take memory twice."""
+        """Return the values of a node's entries after the first `skip`. In place: a copy would double the memory."""
         del node[:skip]
         if list in map(type, node):
             for index, entry in enumerate(node):
@@ -113,14 +113,14 @@ def _rows(r: Reader, node: list[Any]) -> list[Any]:
     columns = r.values(node)
     r.spend(wire.rows_cost(len(columns[0]), len(columns)))
     if any(type(column) is not list for column in columns):
-        raise Damaged("a column of its rows is no list")
+        raise Damaged("a column of its rows is not a list")
     return list(zip(*columns, strict=True))
 
 
 def _struct(r: Reader, node: list[Any]) -> Any:
     kind = r.classes[node[1]]
     if len(node) - 2 != len(kind._fields):
-        raise Damaged(f"there is no {kind.__name__} of {len(node) - 2} fields")
+        raise Damaged(f"{kind.__name__} does not have {len(node) - 2} fields")
     return kind._make(r.values(node, 2))
 
 
@@ -137,7 +137,7 @@ def _dict(r: Reader, node: list[Any]) -> dict[Any, Any]:
     keys = r.values(keys, 0)
     found = dict(zip(keys, r.values(values, 0), strict=True))
     if len(found) != len(keys):
-        raise Damaged("a key is there twice")
+        raise Damaged("a key occurs twice")
     return found
 
 
@@ -146,7 +146,7 @@ def _set(r: Reader, node: list[Any]) -> set[Any]:
     values = r.values(node)
     found = set(values)
     if len(found) != len(values):
-        raise Damaged("an element is there twice")
+        raise Damaged("an element occurs twice")
     return found
 
 
@@ -157,7 +157,7 @@ def _enum(r: Reader, node: list[Any]) -> enum.Enum:
 
 
 def _size(shape: list[Any]) -> int:
-    if any(type(length) is not int for length in shape):  # a text times a number is a text
+    if any(type(length) is not int for length in shape):  # a str times an int is a str
         raise Damaged("a shape is not made of numbers")
     return math.prod(shape)
 
@@ -171,7 +171,7 @@ def _array(r: Reader, node: list[Any]) -> np.ndarray[Any, Any]:
         np.not_equal(np.ndarray(shape, np.uint8, data), 0, out=flags)
         return flags
     if dtype.kind == "U" and np.any(np.frombuffer(data, f"{dtype.str[0]}u4") > 0x10FFFF):
-        raise Damaged("a text has characters that do not exist")  # numpy only fails when it looks at them
+        raise Damaged("a text has characters that do not exist")  # numpy would fail only when it reads them
     array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data).copy()
     return array
 

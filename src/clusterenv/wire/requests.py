@@ -1,4 +1,4 @@
-"""Every message between the head and a worker: requests, and what answers them."""
+"""Every message between the head and a worker: requests and their answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Build(NamedTuple):
 
 
 class Attach(NamedTuple):
-    """The layout of the shared memory; not answered."""
+    """Map the shared memory with this layout; not answered."""
 
     layout: Any
     observation_space: Any
@@ -52,13 +52,13 @@ class Acted(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Step these slots. `actions` holds them where they cannot lie in shared memory."""
+    """Step these slots. `actions` is None where they are in shared memory."""
 
     request: int
     slots: list[int]
     actions: list[Any] | None
     act: Act | None = None
-    """Where the worker's policy chooses the actions."""
+    """Given where the worker's policy chooses the actions."""
 
 
 class Reset(NamedTuple):
@@ -69,7 +69,7 @@ class Reset(NamedTuple):
 
 
 class Rebuild(NamedTuple):
-    """Make the environments of these slots anew (incarnation, sticky attributes, seed), then reset them."""
+    """Recreate the environments of these slots (incarnation, sticky attributes, seed), then reset them."""
 
     request: int
     slots: list[int]
@@ -95,31 +95,31 @@ class SetAttr(NamedTuple):
 
 
 class SetPolicy(NamedTuple):
-    """From now on this policy acts; its weights follow."""
+    """Act with this policy from now on; its weights follow."""
 
     request: int
     recipe: bytes | Named
-    """A cloudpickled `Recipe`, or how the worker makes the policy itself."""
+    """A cloudpickled `Recipe`, or a `Named` from which the worker makes the policy itself."""
     family: Any
-    """None with a `Named`: the worker finds out."""
+    """None with a `Named`: the worker derives it."""
     mask: str | None
     seed: int
     info_keys: tuple[str, ...]
 
 
 class LoadWeights(NamedTuple):
-    """Weights lie in the shared memory for them."""
+    """Load weights from the shared memory."""
 
     request: int
     version: int
     offset: int
     size: int
     number: int = 0
-    """Of the weights, in the head's ledger: a node hands the request on when it has them."""
+    """Of the weights, in the head's ledger: a node forwards the request once it has them."""
 
 
 class MapArena(NamedTuple):
-    """The layout of the shared memory for fragments; not answered."""
+    """Map the shared memory for fragments with this layout; not answered."""
 
     layout: Any
 
@@ -139,7 +139,7 @@ class RunFragment(NamedTuple):
 
 
 class DriftSamples(NamedTuple):
-    """What the acting policy gave for some of the fragment's states."""
+    """Distribution parameters of the acting policy for some of the fragment's states."""
 
     t: Any  # [m]
     columns: Any  # [m]
@@ -155,10 +155,10 @@ class Finals(NamedTuple):
 
 
 class FragmentResult(NamedTuple):
-    """What a fragment holds beside its arrays. Columns are counted within the worker."""
+    """What a fragment holds beside its arrays. Columns are numbered within the worker."""
 
     num_steps: int
-    """Fewer than asked for where the policy failed, or the node was asked to leave."""
+    """Fewer than requested if the policy failed, or the node has to leave."""
     version: int
     finals: Finals
     episodes: list[tuple[int, int, float, int, dict[str, Any]]]
@@ -171,16 +171,16 @@ class FragmentResult(NamedTuple):
     env_s: float
     policy_s: float
     step_s: Any = None
-    """[K] seconds of a step of each environment, float32; None where none was timed."""
+    """[K] seconds of a step of each environment, float32; None if none was timed."""
     not_sent: str = ""
-    """Which info was left out because it is not plain data, and why; "" where none was."""
+    """Which info was left out because it is not plain data, and why; "" if none was."""
 
 
 class MissingKeys(NamedTuple):
-    """Keys that no info had by the end of an episode; instead of infos in the answer to a fragment, and once only."""
+    """Keys that no info had by the end of an episode; sent once, in place of the infos of a fragment's answer."""
 
     mask: str | None
-    """Of the action masks."""
+    """Key of the action masks."""
     info_keys: list[str]
     seen: list[str]
 
@@ -193,12 +193,12 @@ class Evaluate(NamedTuple):
     seed: int
     deterministic: bool
     record: int
-    """Episodes below this number bring their frames back."""
+    """Episodes below this number return their frames."""
     knobs: dict[str, Any]
     stickies: list[list[Sticky]]
     """For each slot of the worker: attributes and calls that its environments have."""
     stickies_epoch: int
-    """Changes with `stickies`: environments of an earlier one are made anew."""
+    """Changes with `stickies`: environments of an earlier epoch are recreated."""
 
 
 class Episode(NamedTuple):
@@ -213,7 +213,7 @@ class Close(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """An environment raised, or returned what its spaces do not allow; its slot has none now."""
+    """An environment raised, or returned what its spaces do not allow. Outside calls and evaluations, it is lost."""
 
     slot: int
     phase: str
@@ -236,7 +236,7 @@ class Built(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """Rows of these slots lie in shared memory, or the results of a call."""
+    """Rows of these slots are in shared memory, or the results of a call are here."""
 
     request: int
     slots: list[int]

@@ -1,7 +1,7 @@
-"""Gymnasium's spaces as plain parts, and back; pure.
+"""Split Gymnasium's spaces into plain parts, and build them again. Pure.
 
-Only the classes below, never their subclasses: a space that comes back as another class accepts other values.
-The state of a space's random generator does not travel. A space of any other class is described (`portable`).
+Only the classes below are supported, not their subclasses: a space that comes back as another class accepts other
+values. The state of a space's random generator is not sent. A space of any other class is described (`portable`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from gymnasium import Space, spaces
 __all__ = ["KINDS", "DescribedSpace", "Kind", "cost", "describe", "is_known", "portable"]
 
 Parts = list[tuple[str, Any]]
-"""What a space is made of, each with how an error's path calls it."""
+"""The parts of a space, each with its name in the path of an error."""
 
-# Bytes that each takes at its worst: a space, one with its random generator, a part, and a character of a charset.
+# Upper bounds in bytes: a space, one with its random generator, a part, and a character of a charset.
 _SPACE, _BATCHED, _PART, _CHARACTER = 800, 4000, 100, 300
 
 
@@ -30,7 +30,7 @@ class Kind(NamedTuple):
 
 
 def cost(kind: type[Space[Any]], values: list[Any]) -> int:
-    """Return the bytes that building a space takes beside its parts, no less. The parts may be anything."""
+    """Return an upper bound of the bytes that building a space takes beside its parts, which may be anything."""
     size = _SPACE + _PART * len(values)
     size += sum(_box(value.size, value.itemsize) for value in values if isinstance(value, np.ndarray))
     if kind is spaces.Text:
@@ -45,18 +45,18 @@ def _box(size: int, itemsize: int) -> int:
 
 
 def _batched(space: Space[Any]) -> int:
-    """Return the bytes of what Gymnasium's `batch_space` makes of it for a stacked sequence or a graph."""
+    """Return an upper bound of the bytes of `batch_space(space)`, made for a stacked sequence or a graph."""
     size = _BATCHED + sum(_PART + _batched(inner) for inner in _within(space))
     if isinstance(space, spaces.Text):
         return size + _BATCHED + _CHARACTER * len(space.character_list)
     if isinstance(space, (spaces.Sequence, spaces.Graph)):
-        return 2 * size  # copied whole where they are stacked, so that each level of them doubles
+        return 2 * size  # copied whole where they are stacked, so each level doubles
     if space.shape is not None and space.dtype is not None:
         return size + 3 * _box(math.prod(space.shape), space.dtype.itemsize)
     return size
 
 
-# Parts are looked at before Gymnasium gets them: its errors spell out the values that they are about, however large.
+# Parts are checked before Gymnasium gets them: its errors print the offending values, however large.
 
 
 def _check(good: bool, what: str) -> None:
@@ -65,7 +65,7 @@ def _check(good: bool, what: str) -> None:
 
 
 def _box_parts(space: spaces.Box) -> Parts:
-    # Where an integer Box was given infinity, only the flags remember it. Without dimensions they are no arrays.
+    # If an integer Box was given infinity, only the flags show it. Without dimensions, they are not arrays.
     names = ("low", "high", "bounded_below", "bounded_above")
     return [(f".{name}", np.asarray(getattr(space, name))) for name in names]
 
@@ -74,7 +74,7 @@ def _build_box(low: Any, high: Any, below: Any, above: Any) -> spaces.Box:
     parts = (low, high, below, above)
     _check(all(isinstance(part, np.ndarray) and part.shape == low.shape for part in parts), "Box")
     _check(low.dtype == high.dtype and low.dtype.kind in "biuf" and below.dtype == above.dtype == np.bool_, "Box")
-    _check(bool(np.all(low <= high)), "Box")  # nor is nan among them
+    _check(bool(np.all(low <= high)), "Box")  # also refuses NaN
     space = spaces.Box(low, high, low.shape, low.dtype)
     space.bounded_below, space.bounded_above = below, above
     return space
@@ -83,7 +83,7 @@ def _build_box(low: Any, high: Any, below: Any, above: Any) -> spaces.Box:
 def _build_discrete(numbers: Any) -> spaces.Discrete:
     _check(isinstance(numbers, np.ndarray) and numbers.shape == (2,) and numbers.dtype.kind in "iu", "Discrete")
     n, start, dtype = int(numbers[0]), int(numbers[1]), numbers.dtype
-    # Older Gymnasium has int64 alone, and no argument for it.
+    # Older Gymnasium has only int64, and no dtype argument.
     return spaces.Discrete(n, start=start) if dtype == np.int64 else spaces.Discrete(n, start=start, dtype=dtype)
 
 
@@ -157,7 +157,7 @@ KINDS: dict[type[Space[Any]], Kind] = {
 
 
 class DescribedSpace(NamedTuple):
-    """Stands for a space whose class, or that of a space within it, is not one of the above."""
+    """The description of a space whose class, or that of a space within it, is not one of the above."""
 
     text: str
 
@@ -171,12 +171,12 @@ def is_known(space: Any) -> bool:
 
 
 def portable(space: Any) -> Any:
-    """Return the space if it can travel, else its description."""
+    """Return the space if it can be sent, else its description."""
     return describe(space) if isinstance(space, Space) and not is_known(space) else space
 
 
 def describe(space: Any) -> DescribedSpace:
-    """Return what equal spaces have in common, in whatever process: names of classes, and texts where they have any."""
+    """Return a text that is the same for equal spaces in every process: class names, and their str if defined."""
     name = f"{type(space).__module__}.{type(space).__qualname__}"
     inner = _within(space)
     if inner and type(space) in KINDS:
@@ -185,7 +185,7 @@ def describe(space: Any) -> DescribedSpace:
         return DescribedSpace(f"{type(space).__name__}({', '.join(parts)})")
     if type(space) in KINDS:
         return DescribedSpace(f"{space}")
-    # The default text holds an address, which is another one in every process.
+    # The default text holds an address, which differs between processes.
     has_text = any(name in vars(kind) for kind in type(space).__mro__[:-1] for name in ("__repr__", "__str__"))
     return DescribedSpace(f"{name} {space}" if has_text else name)
 

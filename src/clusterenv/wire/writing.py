@@ -1,4 +1,4 @@
-"""Plain data to bytes, refusing what is not plain, with where it is; or sending its repr in its place."""
+"""Turn plain data into bytes; refuse what is not plain, with its path, or replace it by its repr. Used by `Codec`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LONGEST_REPR = 1000
 _FEWEST_NUMBERS = 16
 """Shorter lists of numbers stay in the tree."""
 _FEWEST_ROWS = 4
-"""Fewer tuples are sooner written one by one than turned into columns."""
+"""Fewer tuples are faster to write one by one than as columns."""
 
 _ATOMS = {type(None), bool, int, float, str}
 _SAFE_ATOMS = {type(None), bool, float}
 
 
 class Refused(Exception):
-    """Something is not plain; `path` grows from the inside out."""
+    """A value is not plain; `path` grows from the inside out."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -43,18 +43,18 @@ def qualified(kind: type) -> str:
 def _text_of(value: Any) -> str:
     try:
         return str.__str__(repr(value))[:_LONGEST_REPR]
-    except Exception:  # the user's own __repr__
+    except Exception:  # of the user's __repr__
         return f"<{type(value).__name__}>"
 
 
 class Writer:
-    """Turns one value into a node of the tree, and buffers.
+    """Turn one value into a node of the tree, and buffers.
 
     Args:
-        writers: what turns each type that may travel into a node.
-        classes: the named tuples and enums that may travel, by name.
-        by_repr: send the repr of what is not plain in its place.
-        is_careful: look at every int and text: the tree cannot hold some of them.
+        writers: the function that turns each supported type into a node.
+        classes: the supported named tuples and enums, by name.
+        by_repr: replace what is not plain by its repr.
+        is_careful: check every int and str: the tree cannot hold some of them.
     """
 
     __slots__ = ("around", "atoms", "buffers", "by_repr", "classes", "cost", "in_space", "writers")
@@ -66,19 +66,19 @@ class Writer:
         self.atoms = _SAFE_ATOMS if is_careful else _ATOMS
         self.buffers: list[Any] = []
         self.cost = 0
-        """Of reading it, beside the tree."""
+        """Bytes of memory that reading takes, beside the tree."""
         self.in_space = False
         self.around: set[int] = set()
-        """The containers around. Only `by_repr` needs it: else a cycle ends where it is too deep."""
+        """Ids of the enclosing containers. Only `by_repr` needs them: else a cycle is refused where it is too deep."""
 
     def node(self, value: Any, depth: int) -> Any:
-        """Return the node of a value that lies in so many lists."""
+        """Return the node of a value; `depth`: number of lists around it."""
         if type(value) in self.atoms:
             return value
         return self.writers.get(type(value), _other)(self, value, depth)
 
     def nodes(self, values: Collection[Any], depth: int, place: Callable[[int], str] = "[{}]".format) -> list[Any]:
-        """Return a node for each value; `place` names the place of one that is refused."""
+        """Return a node for each value; `place` names the position of one that is refused."""
         atoms = self.atoms
         if atoms.issuperset(map(type, values)):
             return list(values)
@@ -94,7 +94,7 @@ class Writer:
         return nodes
 
     def keys(self, keys: Collection[Any], depth: int, place: str) -> list[Any]:
-        """Return a node for each key or element of a set. A repr that stands in for one differs from the others."""
+        """Return a node for each key or element of a set. Reprs that replace some of them are made unique."""
         if self.atoms.issuperset(map(type, keys)):
             return list(keys)
         nodes: list[Any] = []
@@ -114,7 +114,7 @@ class Writer:
         return nodes
 
     def whole(self, value: Any, depth: int) -> Any:
-        """Return the node of a value of which nothing may be replaced by its repr; raise Refused, and keep nothing."""
+        """Return the node of a value without replacing any part by its repr. If that raises Refused, keep nothing."""
         mark, cost, by_repr = len(self.buffers), self.cost, self.by_repr
         self.by_repr = False
         try:
@@ -139,7 +139,7 @@ def _other(w: Writer, value: Any, depth: int, what: str | None = None) -> Any:
 
 
 def _container(write: Write) -> Write:
-    """Write a container unless it lies too deep, or in itself."""
+    """Decorate the writer of a container, to refuse one that is nested too deep or contains itself."""
 
     @functools.wraps(write)
     def checked(w: Writer, value: Any, depth: int) -> Any:
@@ -159,7 +159,7 @@ def _container(write: Write) -> Write:
 @_container
 def _list(w: Writer, value: list[Any], depth: int) -> Any:
     kinds = set(map(type, value))
-    # Many of a kind go through one call of something fast rather than one of ours each.
+    # One fast call for all values of a type, instead of one Python call for each.
     many = _MANY.get(kinds.pop()) if len(kinds) == 1 else None
     node = None if many is None else many(w, value, depth)
     return [wire.LIST, *w.nodes(value, depth + 1)] if node is None else node
@@ -177,7 +177,7 @@ def _numbers(w: Writer, value: list[Any], tag: int, code: str) -> Any:
 
 
 def _rows(w: Writer, value: list[tuple[Any, ...]], depth: int) -> Any:
-    """Tuples of one length as columns."""
+    """Write tuples of one length as columns; return None where that does not apply."""
     count, width = len(value), len(value[0])
     if count < _FEWEST_ROWS or not width or depth + 1 >= DEEPEST or len(set(map(len, value))) > 1:
         return None
@@ -299,20 +299,20 @@ def _space(w: Writer, value: Any, depth: int) -> Any:
 def _parts(w: Writer, value: Any, depth: int) -> Any:
     try:
         parts = spaces.KINDS[type(value)].parts(value)
-    except Exception as error:  # attributes that somebody set to anything
+    except Exception as error:  # its attributes may have been set to anything
         raise Refused(f"a {qualified(type(value))} whose parts are odd ({why(error)})") from None
     nodes = w.nodes([part for _, part in parts], depth + 1, lambda index: parts[index][0])
     return [wire.SPACE, type(value).__name__, *nodes]
 
 
 def _cost_of_space(w: Writer, value: Any, message: bytes) -> int:
-    """Read the space back. It can hold what its constructor refuses; better found here than at the other end."""
+    """Return the cost of reading the space back; refuse one with parts that its constructor does not accept."""
     reader = Reader(message, w.classes)
     reader.left *= 8  # the message will be padded
     free = reader.left
     try:
         reason = "" if reader.read() == value else "it differs from one made from its parts"
-    except Exception as error:  # Gymnasium's constructors refuse in whatever way they like
+    except Exception as error:  # Gymnasium's constructors raise various exceptions
         reason = why(error)
     if reason:
         raise Refused(f"a {qualified(type(value))} that cannot be made again ({reason})")

@@ -1,1 +1,1 @@
-"""What runs inside a worker process."""
+"""Code that runs inside a worker process."""

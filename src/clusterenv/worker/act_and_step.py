@@ -1,7 +1,7 @@
-"""The loop that acts and steps on a worker: T steps of its environments under one policy version.
+"""Act and step on a worker: T steps of its environments under one policy version.
 
-Enters: `RunFragment`. Leaves: rows in the arena and a `FragmentResult`. An episode that ends is followed by the next in
-the same step; an environment that fails costs its own column from there on, which is flagged invalid.
+Enters: `RunFragment`. Leaves: rows in the arena and a `FragmentResult`. When an episode ends, the next one begins in
+the same step; when an environment fails, its own column is flagged invalid from there on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from clusterenv.worker.single_env import Caught
 __all__ = ["FragmentLoop"]
 
 _UNKNOWN = -(1 << 40)
-"""Steps that are counted of an episode whose beginning the user stepped: never as many as it has."""
+"""Initial step count of an episode whose beginning the user stepped: it never equals the episode's length."""
 
 Ended = list[tuple[int, dict[str, Any]]]
 """(column, info) of the episodes that a step ended."""
@@ -44,7 +44,7 @@ class FragmentLoop:
         self._space = observation_space
         count = len(group.slots)
         self._returns = np.zeros(count)
-        self._counted = np.zeros(count, dtype=np.int64)  # steps that are in `_returns`
+        self._counted = np.zeros(count, dtype=np.int64)  # steps summed in `_returns`
         self._tail: list[Any] | None = None  # the observations after the last fragment
 
     def map_arena(self, layout: ArenaLayout, memory: mmap.mmap) -> None:
@@ -53,7 +53,7 @@ class FragmentLoop:
 
     def run(self, request: RunFragment) -> Reply:
         """Run one fragment and return its answer."""
-        if self._policy.actor is None:  # asked for before the head heard that the policy could not be built
+        if self._policy.actor is None:  # requested before the head learned that the policy could not be built
             return policy_failed(request.request, "there is no policy on a worker", PolicyError("it was not built"))
         group, policy = self._group, self._policy
         columns = self._columns.get(request.side)
@@ -72,7 +72,7 @@ class FragmentLoop:
         finals = run.pack_finals()
         if group.check and self._check(run, finals):
             finals = run.pack_finals()
-        self._tail = [leaf[done].copy() for leaf in run.columns.obs]  # without what was found to be wrong
+        self._tail = [leaf[done].copy() for leaf in run.columns.obs]  # without the bad values that `_check` replaced
         pace_s = group.buffers.pace_s[group.rows].astype(np.float32) if is_timed else None
         missing = run.watch.episode_ended() if run.watch is not None and run.any_ended else None
         result = run.result(policy.version, finals, pace_s)
@@ -81,7 +81,7 @@ class FragmentLoop:
     # -- the hot loop -----------------------------------------------------------------------------------------
 
     def _play(self, run: Fragment) -> None:
-        """Act and step until the fragment is full, the machine is about to go, or the policy fails."""
+        """Act and step until the fragment is full, the node has to leave, or the policy fails."""
         columns, at, clock = run.columns, self._group.at, time.perf_counter
         started, rewards, lengths = columns.starts, columns.rewards, run.lengths
         num_steps = len(started)
@@ -93,7 +93,7 @@ class FragmentLoop:
             begin = clock()
             try:
                 actions = self._act(run, t)
-            except Exception as error:  # the user's policy: told to the head, which raises it by name
+            except Exception as error:  # user code: reported to the head, which raises it
                 run.policy_error = (f"{type(error).__name__}: {error}", traceback.format_exc())
                 break
             at[1] = STEP
@@ -111,7 +111,7 @@ class FragmentLoop:
             run.env_s += clock() - acted
 
     def _act(self, run: Fragment, t: int) -> Any:
-        """Choose the actions of all environments in row t; return them in the environments' own terms."""
+        """Choose the actions of all environments in row t; return them as the environments expect them."""
         policy, columns = self._policy, run.columns
         obs = columns.obs_at(t)
         starts = columns.starts[t]
@@ -136,7 +136,7 @@ class FragmentLoop:
         return for_env
 
     def _step(self, run: Fragment, t: int, actions: Any) -> Ended:
-        """Step every environment once and write the rows. Nothing here but user code is called for each of them."""
+        """Step every environment once and write the rows. User code is the only call made for each environment."""
         group, policy, columns, watch = self._group, self._policy, run.columns, run.watch
         at, first, mask, masks, keys = group.at, group.first, policy.mask, policy.masks, policy.info_keys
         rewards: list[Any] = []
@@ -176,7 +176,7 @@ class FragmentLoop:
             self._write_each(run, t, block)
         return over
 
-    # -- what does not happen in every step -------------------------------------------------------------------
+    # -- outside the hot loop ---------------------------------------------------------------------------------
 
     def _restart(self, run: Fragment, k: int) -> Any:
         """Begin the next episode of an environment; return its first observation."""
@@ -191,9 +191,9 @@ class FragmentLoop:
         return obs
 
     def _fail(self, run: Fragment, t: int, slot: int, error: BaseException) -> bool:
-        """Lose the column of an environment that raised; return whether its row t is whole."""
+        """Invalidate the column of an environment that raised; return whether its row t is complete."""
         group, columns, k = self._group, run.columns, slot - self._group.first
-        is_whole = group.at[1] == RESET  # what follows it is lost
+        is_whole = group.at[1] == RESET  # the step succeeded; the reset after it failed
         run.faults.append(group.fault(slot, group.at[1], error, int(run.lengths[k]) + 1))
         if is_whole:
             columns.lose(t + 1, k)
@@ -211,12 +211,12 @@ class FragmentLoop:
             own = info.get("episode")
             if isinstance(own, dict) and "r" in own and "l" in own:
                 run.episodes.append((t, k, float(np.ravel(own["r"])[0]), int(np.ravel(own["l"])[0]), info))
-            elif self._counted[k] == run.lengths[k]:  # else its beginning was stepped by the user, and is not known
+            elif self._counted[k] == run.lengths[k]:  # else the user stepped its beginning, which is not known
                 run.episodes.append((t, k, float(self._returns[k]), int(run.lengths[k]), info))
             self._returns[k] = self._counted[k] = run.lengths[k] = 0
 
     def _write_each(self, run: Fragment, t: int, block: list[Any]) -> None:
-        """Row by row, where the block could not be written at once; what does not fit its space is a fault."""
+        """Write row by row, as the block could not be written at once; what does not fit its space is a fault."""
         for k, obs in enumerate(block):
             try:
                 run.columns.write_row(t + 1, k, obs)
@@ -232,7 +232,7 @@ class FragmentLoop:
     # -- before and after -------------------------------------------------------------------------------------
 
     def _begin(self, run: Fragment) -> None:
-        """Row 0: the observation that the user saw last; a new episode where that one had ended."""
+        """Fill row 0 with the last observation that the user saw, or the first of a new episode if that one ended."""
         group, policy, columns = self._group, self._policy, run.columns
         buffers = group.buffers
         sides = buffers.side[group.rows]
@@ -267,7 +267,7 @@ class FragmentLoop:
             run.steps[k] = columns.frozen(0, k)
 
     def _begin_episode(self, run: Fragment, k: int, slot: int) -> None:
-        """Row 0 is the first of an episode."""
+        """Reset an environment whose episode had ended: row 0 is the first of the next one."""
         group, policy, columns = self._group, self._policy, run.columns
         last = [leaf[0, k].copy() for leaf in columns.obs]
         group.at[0], group.at[1] = slot, RESET
@@ -288,7 +288,7 @@ class FragmentLoop:
                 leaf[0, k] = value
 
     def _score(self, run: Fragment) -> None:
-        """Log-probabilities of the whole fragment: one call of each numpy function instead of one per step."""
+        """Compute the whole fragment's log-probabilities: one call of each numpy function instead of one per step."""
         begin, done, columns = time.perf_counter(), run.done, run.columns
         steps, count = done, len(self._group.slots)
         values = (run.params[:done], run.noise[:done], columns.actions[:done])
@@ -298,7 +298,7 @@ class FragmentLoop:
         run.policy_s += time.perf_counter() - begin
 
     def _check(self, run: Fragment, finals: Finals) -> bool:
-        """A column with a value that nobody should learn from is lost from there on; True where there was one."""
+        """Invalidate columns from their first unusable value on; return whether there was any."""
         columns = run.columns
         bad = columns.find_bad(run.done)
         for values in finals.leaves:

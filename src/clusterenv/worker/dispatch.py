@@ -1,4 +1,7 @@
-"""Requests to what carries them out: the same in a worker process and in the caller's own (`Local(workers=0)`)."""
+"""Dispatch each request to the object that carries it out.
+
+Used by the loop of a worker process and, with `Local(workers=0)`, in the caller's process.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ __all__ = ["Dispatcher", "Memory"]
 
 
 class Memory(Protocol):
-    """What head and worker share, mapped when it is first needed."""
+    """The memory that head and worker share, mapped when it is first needed."""
 
     def rows(self) -> mmap.mmap | bytearray: ...
     def fragments(self) -> mmap.mmap: ...
@@ -30,7 +33,7 @@ class Memory(Protocol):
 
 
 class _Acting(NamedTuple):
-    """What acts on this worker's own environments; a `VectorGroup` has none of it."""
+    """The policy of this worker and what runs it; a worker with a `VectorGroup` has none."""
 
     policy: WorkerPolicy
     loop: FragmentLoop
@@ -50,7 +53,7 @@ class Dispatcher:
         )
 
     def handle(self, message: Any, flush: Callable[[Reply], None]) -> Any:
-        """The reply, or None where there is none."""
+        """Carry out a request; return its reply, or None if it has none."""
         group = self.group
         if isinstance(message, int):
             return group.step_all(message) or message
@@ -87,7 +90,7 @@ class Dispatcher:
 
     @property
     def _with_policy(self) -> _Acting:
-        assert self._acting is not None, "a policy came before the environments"
+        assert self._acting is not None, "a policy request arrived before the environments were attached"
         return self._acting
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""The environments of one worker, stepped in a plain loop that writes straight into the buffers.
+"""Step the environments of one worker in a plain loop that writes directly into the buffers.
 
-Enters: requests of `wire/requests.py`. Leaves: rows in `Buffers` and a `Reply`. No process, socket or signal in here,
-so the same group runs inside a worker process and in the caller's own (`Local(workers=0)`).
+Enters: requests of `wire/requests.py`. Leaves: rows in `Buffers` and a `Reply`. Nothing here uses processes, sockets or
+signals, so the same group runs in a worker process and in the caller's process (`Local(workers=0)`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from clusterenv.worker.single_env import Caught, apply_stickies, call_env, close
 __all__ = ["EnvGroup"]
 
 _FLUSH_AFTER_S = 0.001
-"""A partial request answers with the rows it has after this time: fast environments answer once, slow ones each."""
+"""`step` sends the rows that are done after this time: fast environments answer together, slow ones one by one."""
 
 
 class EnvGroup:
-    """Environments of the slots `first .. first + len - 1`.
+    """Hold the environments of the slots `first .. first + len - 1`.
 
     Args:
-        makers: one function per slot of the whole driver.
+        makers: one function per slot of the whole run.
         progress: the words of `memory.progress`; the head reads them when a call takes long.
     """
 
@@ -55,10 +55,10 @@ class EnvGroup:
         self.ended: list[bool] = []  # the next step of this environment is a reset
         self._seeds: list[int | None] = []
         self._incarnations: list[int] = []
-        self.moved: set[int] | None = None  # slots not where the last fragment left them; None: all
-        self.recent: dict[int, dict[str, Any]] = {}  # infos since the last fragment: a policy may find masks there
+        self.moved: set[int] | None = None  # slots reset since the last fragment; None: any may have changed
+        self.recent: dict[int, dict[str, Any]] = {}  # infos since the last fragment: they may hold action masks
         self.clock = 0  # whole steps of all environments
-        self.began: list[int] = []  # by the clock, when each episode began: a fault names its step
+        self.began: list[int] = []  # value of `clock` when each episode began: a fault names its step
 
     # -- building ---------------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class EnvGroup:
                 its = (env.observation_space, env.action_space)
                 if slot == self.first:
                     spaces = its
-                elif its != spaces:  # may be code of the user's
+                elif its != spaces:  # may call user code
                     others.append((slot, *its))
             except Caught as error:
                 return Built(request.request, faults=[self.fault(slot, INIT, error)])
@@ -113,10 +113,10 @@ class EnvGroup:
         self._blocks = None if buffers.obs[0] is None else blocks_of(leaves, buffers.obs[0][:, self.rows])
         self._shapes = [leaves[0].shape] * len(self.slots)
         self._finite = finite_checker(buffers, self.rows)
-        self._reward: Any = buffers.reward.data  # a memoryview, set faster than an element of an array
+        self._reward: Any = buffers.reward.data  # a memoryview: faster to set than an array element
         self._terminated_rows, self._truncated_rows = buffers.terminated[self.rows], buffers.truncated[self.rows]
         self._side_bytes = buffers.side.data[self.rows]
-        # Where the last observations of all slots lie on one side, the other is free for all of them.
+        # If the last observations of all slots are on one side, the other side is free for all of them.
         self._free_side = {bytes([1 - side]) * len(self.slots): side for side in (0, 1)}
         is_one = self._one_action_leaf and self._shared_actions
         self._action_rows = buffers.actions[0][self.rows] if is_one else None
@@ -125,7 +125,7 @@ class EnvGroup:
     # -- the hot loop -----------------------------------------------------------------------------------------
 
     def step_all(self, request: int) -> Reply | None:
-        """Step every environment; None stands for "nothing but rows"."""
+        """Step every environment; return None if the answer is rows only."""
         self.pace.steps += 1
         self.moved = None
         side = self._free_side.get(self._side_bytes.tobytes())
@@ -182,7 +182,7 @@ class EnvGroup:
         return rows_reply(request, self.slots, infos, [], faults)
 
     def step(self, request: Step, flush: Callable[[Reply], None]) -> Reply:
-        """Step some environments; rows that are done before a slow one go out by `flush`."""
+        """Step some environments; `flush` sends rows that are done before a slow one."""
         slots = request.slots
         actions = request.actions if request.actions is not None else self._actions(slots)
         return self._step(request.request, slots, actions, flush) or Reply(request.request, slots)
@@ -190,7 +190,7 @@ class EnvGroup:
     def _step(
         self, request: int, slots: list[int], actions: Iterable[Any], flush: Callable[[Reply], None] | None
     ) -> Reply | None:
-        """`step_all` for any slots, any space and any sides, and timed: the same rows, a little slower."""
+        """Do what `step_all` does, timed, for any slots, space and sides: the same rows, a little slower."""
         buffers, at, first, clock = self.buffers, self.at, self.first, self.clock
         self.moved = None
         sides = (1 - buffers.side[slots]).tolist()
@@ -213,7 +213,7 @@ class EnvGroup:
                     self.began[k] = clock
                     at[1] = STEP
                 else:
-                    self.began[k] -= 1  # one step further from where it began
+                    self.began[k] -= 1  # one more step since it began
                     start = time.perf_counter()
                     obs, reward, terminated, truncated, info = self.steps[k](action)
                     self.pace.note(slot, time.perf_counter() - start)
@@ -247,7 +247,7 @@ class EnvGroup:
         return rows_reply(request, slots[flushed:], infos, objects, faults)
 
     def _write_each(self, slots: list[int], side: int, block: list[Any], faults: list[Fault]) -> None:
-        """Row by row, where the block could not be written at once: somebody failed, or returned something odd."""
+        """Write row by row, as the block could not be written at once: an environment failed, or a row does not fit."""
         failed = {fault.slot for fault in faults}
         for slot, obs in zip([slot for slot in slots if slot not in failed], block, strict=True):
             try:
@@ -258,7 +258,7 @@ class EnvGroup:
     def _restart(
         self, k: int, slot: int, side: int, obs: Any, info: dict[str, Any], clock: int
     ) -> tuple[Any, dict[str, Any]]:
-        """SAME_STEP: the episode's last observation and info go beside, the new episode's first take its row."""
+        """Begin the next episode under SAME_STEP; return its first observation, and its info with the final ones."""
         if self.check:
             self._write(side, slot, obs)
             wrong = bad_rows(self.buffers, side, [slot])
@@ -280,7 +280,7 @@ class EnvGroup:
         return iterate(self._batch_space, batch)  # type: ignore[arg-type]
 
     def _check_rows(self, slots: list[int], sides: list[int], faults: list[Fault]) -> None:
-        """Turn rows with values that nobody should learn from into faults, by name."""
+        """Turn rows with unusable values into faults that name the value."""
         if not self.check or not slots:
             return
         failed = {fault.slot for fault in faults}
@@ -307,7 +307,7 @@ class EnvGroup:
                     self._make(slot, request.stickies[i])
                     if not has_room(buffers.layout.obs, self.envs[k].observation_space):
                         raise ValueError(
-                            f"the new environment has another observation space: {self.envs[k].observation_space}"
+                            f"the new environment has a different observation space: {self.envs[k].observation_space}"
                         )
                 phase = RESET
                 self.at[0], self.at[1] = slot, RESET
@@ -359,7 +359,7 @@ class EnvGroup:
         close_env(env)
 
     def fault(self, slot: int, phase: int, error: BaseException, step: int | None = None) -> Fault:
-        """Describe a failure and drop the environment. `step`: number of the failing call; None: by the clock."""
+        """Describe a failure and drop the environment. `step`: number of the failing call; None: from `clock`."""
         fault = self._describe(slot, phase, error, step)
         self._drop(slot - self.first)
         return fault
@@ -369,7 +369,7 @@ class EnvGroup:
         if step is None:
             step = self.clock - self.began[k]
         if phase == STEP and step == 0:
-            phase = RESET  # what is wrong is the first row of an episode
+            phase = RESET  # the first row of an episode is wrong
         return describe(slot, phase, error, self._seeds[k], self._incarnations[k], step)
 
 

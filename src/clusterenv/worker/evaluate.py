@@ -1,7 +1,7 @@
-"""Whole episodes on environments of their own, in a worker: what `Collector.evaluate` runs.
+"""Play whole episodes in a worker, on separate environments: what `Collector.evaluate` runs.
 
-Training environments are not touched. Episode j is seeded with `seed + j`, and acts from its own random stream, so its
-outcome does not depend on which worker runs it, or beside which others.
+Training environments are not touched. Episode j is seeded with `seed + j` and acts from its own random stream, so its
+outcome does not depend on which worker runs it, or which other episodes run beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOISE_STEPS = 64
 
 
 class Evaluator:
-    """Makes its environments when they are first needed, and keeps them."""
+    """Play episodes. Environments are made when they are first needed, and kept."""
 
     def __init__(self, group: EnvGroup, policy: WorkerPolicy, observation_space: Any) -> None:
         self._makers = group.makers
@@ -43,7 +43,7 @@ class Evaluator:
         self._stickies_epoch = 0  # of these environments
 
     def run(self, request: Evaluate) -> Reply:
-        """Play the episodes, up to as many at once as this worker has slots."""
+        """Play the episodes, at most as many at once as this worker has slots."""
         slots = self._slots
         try:
             if request.stickies_epoch != self._stickies_epoch:
@@ -90,7 +90,7 @@ class Evaluator:
         return self._recorder
 
     def _play(self, request: Evaluate, episodes: list[int], envs: list[Any], record: bool) -> list[Episode]:
-        """One episode per environment, all at once; those that are over wait for the last."""
+        """Play one episode per environment, all at once; those that have ended wait for the last."""
         actor, family, mask = self._policy.actor, self._policy.family, self._policy.mask
         assert actor is not None
         count = len(envs)

@@ -1,8 +1,8 @@
-"""The process between the head and its workers: imports once what the environments need, forks workers, watches them.
+"""Run the process between the head and its workers: import the environments' code once, fork workers, watch them.
 
-Started by `WorkerProcesses` as `python -m clusterenv.worker.forkserver FD`. It keeps no environment and runs no user
-code but imports. Where these start threads, workers are not forked: each one imports the code itself. It collects the
-workers' output, reports how they ended, and takes them along when the head is gone.
+Started by `WorkerProcesses` as `python -m clusterenv.worker.forkserver FD`. It holds no environment and runs no user
+code but imports. If these start threads, workers are not forked: each one imports the code itself. The fork server
+collects the workers' output, reports how they ended, and ends them when the head is gone.
 
 Messages are pickled tuples, one per packet of a SOCK_SEQPACKET pair:
     head → here:  ("setup",) + [setup fd] · ("spawn", index) + [channel, shared memory fds]
@@ -40,14 +40,14 @@ __all__ = ["main"]
 
 _TAIL_BYTES = 16_000
 _OUTPUT_BYTES = 1 << 20
-"""What is kept of one worker's output while the head does not read: what comes then is counted and dropped."""
+"""Most bytes of one worker's output to queue while the head does not read; lines beyond are dropped and counted."""
 
 _PACKET_BYTES = 32_000
 _STACK_S = 0.3
-"""How long a worker gets to write its stack: microseconds of work, but it may have to wait for a core."""
+"""How long a worker may take to write its stack: microseconds of work, but it may have to wait for a core."""
 
 _ORPHANS_S = 0.02
-"""How soon to look again at orphans that were killed and have not ended yet."""
+"""How soon to check again on orphans that were killed and have not ended yet."""
 
 
 @dataclass
@@ -59,13 +59,13 @@ class _Child:
     tail: bytes = field(default=b"", init=False)
     lines: LineBuffer = field(default_factory=LineBuffer, init=False)
     queued_bytes: int = field(default=0, init=False)
-    """Of its output, in the outbox."""
+    """Bytes of its output in the outbox."""
     dropped: int = field(default=0, init=False)
-    """Lines that were dropped, and are not reported yet."""
+    """Dropped lines that are not reported yet."""
     kill_at: float | None = field(default=None, init=False)
     stack: bytes = field(default=b"", init=False)
     stack_until: float | None = field(default=None, init=False)
-    """Until then, what it writes is the stack that it was asked for."""
+    """Until this time, its output is the requested stack."""
 
 
 class _Server:
@@ -78,7 +78,7 @@ class _Server:
         self._poller.register(control, select.POLLIN)
         self._setup: ForkServerSetup | None = None
         self._makers: Any = None
-        self._setup_fd = -1  # where workers read the setup themselves; -1: they are forked with it
+        self._setup_fd = -1  # from which workers read the setup themselves; -1: they inherit it
         self._orphans = Orphans()
         self._has_orphans = False
 
@@ -106,7 +106,7 @@ class _Server:
         return max(0.0, (min(waiting) - time.monotonic()) * 1000) if waiting else None
 
     def _do_due(self, now: float) -> None:
-        """Kill workers that had their time to write where they hang; send the stacks that were asked for."""
+        """Kill workers whose time to write their stack is over; send the requested stacks."""
         for child in list(self._children.values()):
             if child.kill_at is not None and child.kill_at <= now:
                 kill_group(child.pid)
@@ -150,7 +150,7 @@ class _Server:
             return
         threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
         if threads:
-            # A fork would have the locks that these hold, for ever, and not the threads.
+            # A fork would inherit the locks that these threads hold, but not the threads that release them.
             self._setup_fd = fd
             self._send(("threads", ", ".join(map(_described, threads))))
         else:
@@ -197,7 +197,7 @@ class _Server:
             data = os.read(child.output, 1 << 16)
         except BlockingIOError:
             return False
-        if not data:  # closed by the worker itself; its exit is told by the pidfd
+        if not data:  # closed by the worker itself; the pidfd reports its exit
             self._close_output(child)
             return False
         child.tail = (child.tail + data)[-_TAIL_BYTES:]
@@ -208,7 +208,7 @@ class _Server:
         return True
 
     def _send_output(self, child: _Child, lines: list[bytes]) -> None:
-        """Lines are shorter than a packet may be."""
+        """Send lines in packets, and drop those beyond the limit. Every line fits into a packet."""
         while lines:
             size = count = 0
             while count < len(lines) and (not count or size + len(lines[count]) < _PACKET_BYTES):
@@ -227,7 +227,7 @@ class _Server:
             os.close(child.output)
 
     def _bury(self, child: _Child) -> None:
-        """The worker ended: kill what it left in its process group, keep its last words, tell the head."""
+        """Handle the end of a worker: send its last output, kill what is left of its process group, tell the head."""
         while child.output in self._outputs and self._read_output(child):
             pass
         self._close_output(child)
@@ -278,7 +278,7 @@ class _Server:
 
 def _load(fd: int) -> tuple[ForkServerSetup, Any]:
     """Import what the environments need; return the setup and the functions that make them."""
-    with open(f"/proc/self/fd/{fd}", "rb") as file:  # noqa: PTH123 (another offset than the descriptor's own)
+    with open(f"/proc/self/fd/{fd}", "rb") as file:  # noqa: PTH123 (needs its own file offset)
         setup: ForkServerSetup = pickle.load(file)
     sys.path[:] = setup.sys_path
     multiprocessing.current_process().authkey = setup.authkey
@@ -290,7 +290,7 @@ def _load(fd: int) -> tuple[ForkServerSetup, Any]:
 
 
 def _described(thread: threading.Thread) -> str:
-    """Return a thread's name, and what it runs."""
+    """Return a thread's name and what it runs."""
     runs = getattr(thread, "_target", None) or type(thread)
     return f"{thread.name!r} ({getattr(runs, '__module__', '?')}.{getattr(runs, '__qualname__', runs)})"
 
@@ -301,7 +301,7 @@ def _run_worker(index: int, makers: Any, setup: ForkServerSetup, fds: list[int])
 
 
 def _start_anew(index: int, fds: list[int]) -> None:
-    """Become a worker that imports everything itself. Does not return."""
+    """Replace this process by a worker that imports everything itself. Does not return."""
     for fd in fds:
         os.set_inheritable(fd, True)
     command = [sys.executable, "-m", "clusterenv.worker.forkserver", "worker", str(index), *map(str, fds)]
@@ -316,7 +316,7 @@ def main() -> None:
         _run_worker(index, makers, setup, fds)
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(worker.STACK_SIGNAL, signal.SIG_IGN)  # inherited: a worker may be asked before it is ready to answer
+    signal.signal(worker.STACK_SIGNAL, signal.SIG_IGN)  # inherited: may reach a worker before its handler is set
     become_subreaper()
     server = _Server(control)
     try:

@@ -1,4 +1,4 @@
-"""One fragment while it is under way: its columns, what it gathers beside them, its drift sample, its result."""
+"""The state of one running fragment: its columns, what is collected beside them, its drift sample, its result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Columns", "Fragment"]
 
 
 class Fragment:
-    """Made when a fragment is asked for; `result` is what travels to the head."""
+    """Collect one fragment. Made by `FragmentLoop` for each request; `result` is sent to the head."""
 
     def __init__(
         self, columns: Columns, space: Any, group: EnvGroup, policy: WorkerPolicy, request: RunFragment
@@ -28,7 +28,7 @@ class Fragment:
         self._space, self._leaves = space, group.buffers.layout.obs
         self.columns = columns
         self.steps = list(group.steps)
-        """Of environments that are gone, what stands in for their step."""
+        """Step function of each environment; a stand-in for those that are gone."""
         self.lengths = np.array([group.clock - began for began in group.began])
         """Steps of the running episodes so far."""
         self._first_lengths = self.lengths.copy()  # before row 0
@@ -50,7 +50,7 @@ class Fragment:
         self.failed: set[int] = set()
 
     def begin_again(self, k: int) -> None:
-        """Row 0 of this column is the first of an episode."""
+        """Note that row 0 of this column is the first of an episode."""
         self.lengths[k] = self._first_lengths[k] = 0
 
     def note_infos(self, t: int, k: int, info: dict[str, Any], keys: tuple[str, ...]) -> None:
@@ -59,7 +59,7 @@ class Fragment:
                 self._infos.setdefault(key, []).append((t, k, info[key]))
 
     def call(self, t: int, k: int, is_after: bool) -> int:
-        """Number of the `step` call of row t in its episode; 0 where the observation after it is a reset's."""
+        """Return the number of row t's `step` call in its episode; 0 if the observation after it is from a reset."""
         columns = self.columns
         if is_after and (columns.terminations[t, k] or columns.truncations[t, k]):
             return 0
@@ -106,7 +106,7 @@ class Columns(FragmentArrays):
         self.valid.fill(True)
 
     def obs_at(self, t: int) -> Any:
-        """[K, ...] in the structure of the space; views."""
+        """Return views of row t, [K, ...], in the structure of the space."""
         if not self._nested:
             return self.obs[0][t]
         return assemble(self._space, iter([leaf[t] for leaf in self.obs]))
@@ -115,7 +115,7 @@ class Columns(FragmentArrays):
         return assemble(self._space, iter([leaf[t, k].copy() for leaf in self.obs]))
 
     def check_shape(self, obs: Any) -> None:
-        """An episode's last observation is kept beside the rows; what does not fit the space is a fault here too."""
+        """Raise if an episode's last observation does not fit the space: it is kept beside the rows."""
         if self.blocks is None or obs.__class__ is not np.ndarray or obs.shape != self.shapes[0]:
             for leaf, value in zip(self._leaves, flatten(self._space, obs), strict=True):
                 coerce(value, leaf, "observation")
@@ -134,12 +134,12 @@ class Columns(FragmentArrays):
                 raise ValueError(f"observation{leaf.name} is {value}, its space says {leaf.low}..{leaf.high}")
 
     def frozen(self, t: int, k: int) -> Callable[[Any], Any]:
-        """A stand-in for the step of an environment that is gone: its last observation, again and again."""
+        """Return a stand-in for the step of an environment that is gone: it repeats the last observation."""
         obs = self.row(t, k)
         return lambda action: (obs, 0.0, False, False, {})
 
     def find_bad(self, done: int) -> dict[int, tuple[int, str, bool]]:
-        """Column → (first step whose outcome is not usable, why, whether it is the observation after that step)."""
+        """Return column → (first step with an unusable value, why, whether it is the observation after that step)."""
         bad: dict[int, tuple[int, str, bool]] = {}
 
         def note(wrong: Any, what: str, is_after: bool = True) -> None:  # wrong: [done, K]
@@ -164,14 +164,14 @@ class Columns(FragmentArrays):
 
 
 class Picked:
-    """The drift sample of one fragment: states chosen beforehand, by each slot's own stream."""
+    """The drift sample of one fragment: states chosen in advance, by each slot's own random stream."""
 
     def __init__(self, streams: Streams, slots: list[int], request: RunFragment) -> None:
         states: list[tuple[int, int]] = []
         if request.sample_every:
             within = min(request.num_steps, request.sample_within or request.num_steps)
             states = streams.pick(slots, request.incarnations, within, request.sample_every)
-        self._types = [np.min_scalar_type(limit) for limit in (request.num_steps, len(slots))]  # small: they travel
+        self._types = [np.min_scalar_type(limit) for limit in (request.num_steps, len(slots))]  # small: they are sent
         self._columns_at: dict[int, list[int]] = {}
         for t, k in states:
             self._columns_at.setdefault(t, []).append(k)
@@ -193,7 +193,7 @@ class Picked:
 
 
 def _pack_finals(finals: list[tuple[int, int, Any]], space: Any, leaves: tuple[Leaf, ...]) -> Finals:
-    """As one array per leaf: hundreds of small ones would take long to pickle."""
+    """Pack them as one array per leaf: hundreds of small arrays would take long to pickle."""
     if len({(t, k) for t, k, _ in finals}) < len(finals):  # an environment that failed after its episode had ended
         finals = list({(t, k): (t, k, obs) for t, k, obs in finals}.values())
     if len(leaves) == 1 and not leaves[0].path:

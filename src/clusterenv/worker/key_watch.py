@@ -1,7 +1,7 @@
 """Notice keys that the environments' infos never have, so that a misspelt `action_mask` or `info_keys` is not silent.
 
-A worker shows a `KeyWatch` the infos that it sees. When an episode has ended without one of the keys, the watch gives a
-`MissingKeys`, once, which travels with the fragment's answer; the head makes a warning of it. Pure.
+A worker passes the infos that it sees to a `KeyWatch`. When an episode has ended without one of the keys, the watch
+returns a `MissingKeys`, once, which is sent with the fragment's answer; the head turns it into a warning. Pure.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _LONGEST_KEY = 60
 
 
 class KeyWatch:
-    """Keys not seen yet, and those that were seen instead.
+    """Keep track of the keys not seen yet, and of those seen instead.
 
     Args:
         mask: key of the action masks, if they are looked for in infos.
-        info_keys: keys whose values the collector brings back.
+        info_keys: keys whose values the collector returns.
     """
 
     def __init__(self, mask: str | None, info_keys: Iterable[str]) -> None:
@@ -32,25 +32,25 @@ class KeyWatch:
         self._seen: set[str] = set()
 
     def __bool__(self) -> bool:
-        """Whether anything is still looked for."""
+        """Return whether any key is still looked for."""
         return self._mask is not None or bool(self._keys)
 
     def stepped(self, info: Mapping[str, Any]) -> None:
-        """Take note of the info of a step."""
+        """Note the info of a step."""
         self._seen.update(info)
         self._keys.difference_update(info)
         if self._mask in info:
             self._mask = None
 
     def was_reset(self, info: Mapping[str, Any]) -> None:
-        """Take note of the info of a reset: it may hold a mask, but nothing of it is brought back."""
+        """Note the info of a reset: it may hold a mask, but the collector returns no values of it."""
         if self._mask is not None:
             self._seen.update(info)
             if self._mask in info:
                 self._mask = None
 
     def episode_ended(self) -> MissingKeys | None:
-        """Return what an episode has ended without, if anything; nothing is looked for after that."""
+        """Return the keys that an episode has ended without, if any; nothing is looked for after that."""
         if not self:
             return None
         seen = sorted(str(key)[:_LONGEST_KEY] for key in self._seen)

@@ -1,6 +1,6 @@
-"""The loop of one worker process: requests in, rows and replies out. Called by the fork server, never returns.
+"""Run the loop of one worker process: requests in, rows and replies out. Called by the fork server, never returns.
 
-Dies with its parent (PR_SET_PDEATHSIG), so that nothing outlives the head however it ends.
+The process dies with its parent (PR_SET_PDEATHSIG), so that nothing outlives the head, however the head ends.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from clusterenv.worker.setup import ForkServerSetup
 __all__ = ["STACK_SIGNAL", "SharedMemory", "run"]
 
 STACK_SIGNAL = signal.SIGRTMIN + 7
-"""Makes a worker write where it is to its stderr, even with the GIL held. One that simulators hardly use themselves."""
+"""Makes a worker write its stack to stderr, even with the GIL held. Simulators rarely use this signal themselves."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 class SharedMemory(NamedTuple):
-    """Descriptors of what head and workers share."""
+    """Descriptors of the memory that head and workers share."""
 
     rows: int
     progress: int
@@ -61,13 +61,13 @@ class _Mapped:
 
 
 def run(index: int, channel: socket.socket, memory: SharedMemory, makers: Any, setup: ForkServerSetup) -> None:
-    """Serve requests until the head closes the channel. Where the setup `is_named`, nothing is unpickled."""
+    """Serve requests until the head closes the channel. If the setup `is_named`, nothing is unpickled."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the line above took effect
         os._exit(0)
-    become_subreaper()  # keeps what the environments start apart from what those of other workers start
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the head's to handle
+    become_subreaper()  # keeps processes that environments start apart from those of other workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the head handles Ctrl-C
     progress_map = mmap.mmap(memory.progress, 0)
     progress = memoryview(progress_map).cast("i")[index * PROGRESS_BYTES // 4 :]
     config = setup.config
@@ -93,7 +93,7 @@ def run(index: int, channel: socket.socket, memory: SharedMemory, makers: Any, s
             if network is not None:
                 network.begin(message)
             reply = dispatcher.handle(message, send)
-            if isinstance(reply, int):  # a step of all slots, with nothing to tell of it
+            if isinstance(reply, int):  # a step of all slots whose answer is rows only
                 channel.sendall(encode_quick(reply))
             elif reply is not None:
                 send(reply)
@@ -104,19 +104,19 @@ def run(index: int, channel: socket.socket, memory: SharedMemory, makers: Any, s
 
 
 def _seed_global_generators() -> None:
-    """Siblings that are forked from one process would otherwise all draw the same numbers."""
+    """Seed the global random generators: forked siblings would otherwise all draw the same numbers."""
     random.seed()
     np.random.seed(int.from_bytes(os.urandom(4), "little"))
-    generator = getattr(sys.modules.get("torch"), "default_generator", None)  # imported later, it seeds itself
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)  # torch seeds itself if imported later
     if generator is not None:
         generator.seed()
 
 
 class _Receiver:
-    """Reads from the channel; waits awake first, because waking a halted core costs more than a small batch's head.
+    """Read from the channel; spin first, because waking a halted core takes longer than stepping a small batch.
 
-    Where waiting awake was in vain (a learner thinks between two steps), it is given up for a growing number of
-    requests, so that it takes no time from that learner.
+    When spinning was in vain (a learner computes between two steps), it is skipped for a growing number of requests,
+    so that it takes no CPU time from that learner.
     """
 
     def __init__(self, channel: socket.socket, bell: memoryview, spin_s: float) -> None:
@@ -129,7 +129,7 @@ class _Receiver:
         self._buffer = memoryview(bytearray(1 << 16))
 
     def receive(self) -> memoryview:
-        """What the head sent, valid until the next call; empty when it is gone."""
+        """Return what the head sent, valid until the next call; empty when the head is gone."""
         if self._asleep:
             self._asleep -= 1
         elif self._spin_s > 0:
@@ -139,7 +139,7 @@ class _Receiver:
                 os.sched_yield()
             if bell[BELL] == stepped:
                 self._misses = min(self._misses + 1, 10)
-                self._asleep = (1 << self._misses) - 2  # one miss alone is forgiven
+                self._asleep = (1 << self._misses) - 2  # a single miss has no effect
             else:
                 self._misses = 0
         size = self._channel.recv_into(self._buffer)

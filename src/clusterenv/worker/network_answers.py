@@ -1,7 +1,7 @@
-"""A worker's answers as they travel to a head on another machine: plain data, in parts, within what the head takes.
+"""Send a worker's answers to a head on another machine: as plain data, in parts, within the limits of the head.
 
-Called by the worker's loop: `begin` with each request, `send` with its answers. What cannot travel becomes a fault of
-the environment that returned it, or is left out and named.
+Called by the worker's loop: `begin` with each request, `send` with its answers. What cannot be sent becomes a fault of
+an environment, or is left out and named.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _LONGEST_TEXT = 100_000
 
 
 class NetworkAnswers:
-    """
+    """Encode and send the answers of one worker.
+
     Args:
         other: what to do with values that are not plain data.
     """
@@ -44,7 +45,7 @@ class NetworkAnswers:
         self._fragments: ArenaLayout | None = None
 
     def begin(self, request: Any) -> None:
-        """What is sent from now on answers this request."""
+        """Begin a request: what is sent from now on answers it."""
         self._request = request
         if isinstance(request, requests.Attach):
             self._rows = request.layout
@@ -67,7 +68,7 @@ class NetworkAnswers:
                     yield encode_plain(self._without(reply, f"{error}"), self._other, brings)
                     return
                 if not isinstance(part.result, list) and len(data) > self._limit(reply):
-                    text = f"its infos take {len(data)} bytes, and {self._limit(reply)} are the most that travel"
+                    text = f"its infos take {len(data)} bytes, and at most {self._limit(reply)} can be sent"
                     yield encode_plain(self._without(reply, text), self._other, brings)
                     return
                 yield data
@@ -78,7 +79,7 @@ class NetworkAnswers:
             yield encode_plain(Reply(reply.request, [], faults=[_fault(-1, f"{error}")]), brings=brings)
 
     def _limit(self, reply: Reply) -> int:
-        """Return how many bytes may come beside the rows of an answer."""
+        """Return how many bytes may be sent beside the rows of an answer."""
         if isinstance(self._request, requests.RunFragment) and self._fragments is not None:
             sizes = fragment_sizes(self._fragments, len(reply.slots), self._request.num_steps)
             return BESIDE_BYTES + 2 * sum(sizes)
@@ -92,19 +93,19 @@ class NetworkAnswers:
             if size > most - (1 << 20):
                 what = f"the frames of episode {item.number} take" if isinstance(item, Episode) else "a result takes"
                 phase = "evaluate" if isinstance(self._request, requests.Evaluate) else "call"
-                fault = _fault(-1, f"{what} {size} bytes, and {most} are the most that travel", phase)
+                fault = _fault(-1, f"{what} {size} bytes, and at most {most} can be sent", phase)
                 return Reply(reply.request, [], faults=[fault])
         return reply
 
     def _without(self, reply: Reply, why: str) -> Reply:
-        """Return the answer without what cannot travel.
+        """Return the answer without what cannot be sent.
 
-        A fragment's rows are there and in order; the head must get them, or it would wait for them for ever. Otherwise
-        it is the fault of whatever environment returned it; which one is in the path that the error names.
+        The rows of a fragment are complete; the head must get them, or it would wait for ever. In any other answer it
+        becomes a fault of the first slot; the path in the error says which environment returned it.
         """
         if isinstance(reply.result, FragmentResult):
             result = with_plain_infos(reply.result)
-            if not result.not_sent:  # too large, then
+            if not result.not_sent:  # the infos are plain, but too large
                 episodes: list[Any] = [(*episode[:4], {}) for episode in result.episodes]
                 result = result._replace(infos={}, episodes=episodes, not_sent=why[:900])
             return reply._replace(result=result)
@@ -132,7 +133,7 @@ def _fault(slot: int, text: str, phase: str = "step") -> Fault:
 
 
 def _shortened(reply: Any) -> Any:
-    """Return the answer with faults whose texts are not longer than the head takes: an error may show whole arrays."""
+    """Shorten the texts of faults to what the head accepts: an error may show whole arrays."""
     if all(len(fault.error) <= _LONGEST_TEXT and len(fault.traceback) <= _LONGEST_TEXT for fault in reply.faults):
         return reply
     faults = [

@@ -1,7 +1,7 @@
-"""What environments print: cut into lines of a bounded length, and marked with the slot that was running.
+"""Split what environments print into lines of bounded length, and mark each with the slot that was running.
 
-A worker marks what goes through `sys.stdout` and `sys.stderr`; what is written to the descriptors themselves (by C
-libraries, by children) reaches the fork server without a mark.
+A worker marks what goes through `sys.stdout` and `sys.stderr`; what is written to the descriptors directly (by C
+libraries, by child processes) reaches the fork server without a mark.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import re
 __all__ = ["LineBuffer", "MarkedOutput", "read_mark"]
 
 _LINE_BYTES = 8_000
-"""A line that has no end yet is passed on in pieces of this size."""
+"""An unfinished line is passed on in pieces of this size."""
 
 _MARK = re.compile("^\x00(-?\\d+)\x00(.*)$", re.DOTALL)
 
 
 class LineBuffer:
-    """Bytes in, whole lines out. What precedes a carriage return is overwritten, as on a terminal: of a progress bar
-    only its last state is kept."""
+    """Turn bytes into whole lines. A carriage return overwrites what precedes it, as on a terminal: only the last state
+    of a progress bar is kept."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._size = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that are complete now, without their ends."""
+        """Return the lines that are complete now, without line endings."""
         *lines, rest = data.split(b"\n")
         if lines:
             lines[0] = b"".join((*self._parts, lines[0]))
@@ -47,14 +47,14 @@ class LineBuffer:
         return lines
 
     def flush(self) -> list[bytes]:
-        """Return what is left, as a line; empty where nothing is."""
+        """Return the unfinished line, if there is one."""
         rest = _last_state(b"".join(self._parts))
         self._parts, self._size = [], 0
         return [rest] if rest else []
 
 
 def _last_return(data: bytes) -> int:
-    """Return where the text after the last carriage return begins; one at the very end may precede a line end."""
+    """Return where the text after the last carriage return begins; one at the very end may be part of a line ending."""
     return data.rfind(b"\r", 0, max(0, len(data) - 1)) + 1
 
 
@@ -64,7 +64,7 @@ def _last_state(line: bytes) -> bytes:
 
 
 class MarkedOutput(io.TextIOBase):
-    """sys.stdout or sys.stderr of a worker: each line is marked with the slot that was running when it ended."""
+    """Serve as a worker's sys.stdout or sys.stderr: mark each line with the slot that was running when it ended."""
 
     def __init__(self, fd: int, progress: memoryview) -> None:
         self._fd = fd
@@ -82,7 +82,7 @@ class MarkedOutput(io.TextIOBase):
         return len(text)
 
     def end_line(self) -> None:
-        """Write what is left of a line without end: nothing more follows."""
+        """Write the unfinished line, if there is one: nothing more follows."""
         self._write_lines(self._lines.flush())
 
     def _write_lines(self, lines: list[bytes]) -> None:
@@ -91,7 +91,7 @@ class MarkedOutput(io.TextIOBase):
 
 
 def read_mark(line: str) -> tuple[int | None, str]:
-    """Split a line into the slot that it is marked with, if there is one, and its text."""
+    """Split a line into the slot that it is marked with, if any, and its text."""
     match = _MARK.match(line)
     if match is None:
         return None, line

@@ -1,7 +1,7 @@
-"""How long the steps of each environment take, so that slow ones can be named.
+"""Measure how long the steps of each environment take, so that slow ones can be named.
 
-Only some steps are timed: always would cost 2 % on CartPole. `EnvGroup` counts whole steps here, the fragment loop the
-steps of its fragments.
+Only some steps are timed: timing all would cost 2 % on CartPole. `EnvGroup` counts whole steps here, the fragment loop
+the steps of its fragments.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Step = Callable[[Any], Any]
 
 
 class Pace:
-    """Counts steps of one worker and keeps a moving average in seconds for each of its slots."""
+    """Count the steps of one worker, and keep a moving average in seconds for each of its slots."""
 
     def __init__(self, pace_s: Any) -> None:
         self._pace_s = pace_s  # [N], shared
-        self.steps = 0  # so far; each that is divisible by TIMED_EVERY is timed
+        self.steps = 0  # so far; every TIMED_EVERY-th is timed
 
     def next_timed(self, num_steps: int) -> int:
         """Count the steps of a fragment; return the first of them, from 0, whose environments are to be timed."""
@@ -36,7 +36,7 @@ class Pace:
         pace[slot] = elapsed_s if pace[slot] == 0.0 else 0.75 * pace[slot] + 0.25 * elapsed_s
 
     def timed(self, slots: list[int], steps: list[Step], envs: Sequence[Any]) -> list[Step]:
-        """Return the same functions, each noting how long it takes; not those of environments that are gone."""
+        """Wrap step functions to note how long they take, except those of environments that are gone."""
 
         def timed(slot: int, step: Step, action: Any) -> Any:
             start = time.perf_counter()

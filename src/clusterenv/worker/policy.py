@@ -1,7 +1,7 @@
-"""The policy of one worker: what it acts with, from which random streams, and which actions are allowed.
+"""Hold the policy of one worker: its actor, its random streams, its action masks.
 
-Enters: `SetPolicy`, `LoadWeights`, `Step` with an order to act. Leaves: answers, and actions in the shared rows. The
-fragment loop and the evaluator act with the same object.
+Enters: `SetPolicy`, `LoadWeights`, `Step` with an `Act`. Leaves: answers, and actions in the shared rows. The fragment
+loop and the evaluator act with the same object.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["WorkerPolicy", "not_finite", "pad_starts", "policy_failed"]
 
 
 class WorkerPolicy:
-    """One per worker, beside its `EnvGroup`. `actor` is None until a policy was built."""
+    """One per worker, beside its `EnvGroup`. `actor` is None until a policy has been built."""
 
     def __init__(self, group: EnvGroup, observation_space: Any, action_space: Any) -> None:
         self._group = group
@@ -39,8 +39,8 @@ class WorkerPolicy:
         self.state: Any = None  # of a recurrent policy, one row per environment
         self.version = -1
         self.streams: Streams
-        self.mask: str | None = None  # key of the allowed actions
-        self.masks: list[Any] = [None] * len(group.slots)  # of the infos last seen
+        self.mask: str | None = None  # key of the action masks
+        self.masks: list[Any] = [None] * len(group.slots)  # from the last infos
         self.info_keys: tuple[str, ...] = ()
         self.watch: KeyWatch
         self._mask_in_obs = False
@@ -56,7 +56,7 @@ class WorkerPolicy:
             else:
                 actor = pickle.loads(recipe).build()
             self.state = actor.initial_state(-(-len(self._group.slots) // PAD) * PAD)
-        except Exception as error:  # the user's policy: told to the head, which raises it by name
+        except Exception as error:  # user code: reported to the head, which raises it
             return policy_failed(request.request, "the policy could not be built on a worker", error)
         self.actor, self.family = actor, family
         self.mask = request.mask
@@ -69,7 +69,7 @@ class WorkerPolicy:
 
     def load(self, request: LoadWeights, memory: memoryview) -> Reply:
         if self.actor is None:
-            return Reply(request.request, [])  # it could not be built, which was told
+            return Reply(request.request, [])  # it could not be built, which was reported
         self._group.at[1] = POLICY
         try:
             self.actor.load(decode(memory[request.offset : request.offset + request.size]))
@@ -114,7 +114,7 @@ class WorkerPolicy:
         return Acted(slots, actions, logprobs, self.version)
 
     def allowed(self, obs: Any, params: Any) -> Any:
-        """Return the action masks of all rows, of these observations or of the infos last seen."""
+        """Return the action masks of all rows, from these observations or from the last infos."""
         assert self.mask is not None
         if self._mask_in_obs:
             mask = np.asarray(obs[self.mask], dtype=np.bool_).reshape(params.shape)

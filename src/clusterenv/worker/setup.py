@@ -1,4 +1,4 @@
-"""What worker processes are started with: chosen by a backend, sent to the fork server once, inherited by workers."""
+"""The configuration of worker processes: chosen by a backend, sent to the fork server once, inherited by workers."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ __all__ = ["ForkServerSetup", "WorkerConfig"]
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """How workers run their environments, on whatever machine."""
+    """How workers run their environments, on any machine."""
 
     mode: AutoresetMode | None
     check: bool
-    """Whether what environments return is checked against their spaces."""
+    """Whether to check what environments return against their spaces."""
     threads: int | None = 1
-    """What numerical libraries in a worker may use; None: not set."""
+    """Threads that numerical libraries in a worker may use; None: not set."""
     preload: tuple[str, ...] = ()
-    """Modules that are imported before workers are forked."""
+    """Modules to import before workers are forked."""
     plain: Literal["refuse", "repr"] | None = None
-    """Workers answer in plain data, for the network; what becomes of infos that are not. None: they pickle."""
+    """Answer in plain data, for the network, and refuse other values or send their repr. None: pickle answers."""
     spin_s: float = 0.0
-    """How long a worker waits awake for its next request."""
+    """How long a worker spins for its next request before it sleeps."""
 
 
 @dataclass(frozen=True)
 class ForkServerSetup:
-    """What the fork server imports and hands to every worker."""
+    """What the fork server imports and passes to every worker."""
 
     modules: tuple[str, ...]
     payload: bytes
@@ -43,7 +43,7 @@ class ForkServerSetup:
     config: WorkerConfig
     sys_path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
     authkey: bytes = field(default_factory=lambda: bytes(multiprocessing.current_process().authkey))
-    """Of `multiprocessing`: with it workers reach the managers of the process that starts them."""
+    """Of `multiprocessing`: lets workers connect to managers of the process that starts them."""
 
     @staticmethod
     def of(blueprint: Blueprint, config: WorkerConfig) -> ForkServerSetup:

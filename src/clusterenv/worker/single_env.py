@@ -1,4 +1,4 @@
-"""One environment of the user's beside its steps: attributes set again, calls, closing; and its failures as faults."""
+"""Operate on one environment of the user, except for steps: sticky attributes, calls, closing, describing failures."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from clusterenv.wire.requests import Fault, Reply, Sticky
 __all__ = ["Caught", "describe", "rows_reply", "apply_stickies", "call_env", "close_env"]
 
 Caught = (Exception, SystemExit)
-"""What user code may raise without taking the worker along; `sys.exit()` in a simulator is not the worker's."""
+"""Exceptions of user code that do not end the worker; `sys.exit()` in a simulator must not."""
 
 
 def describe(slot: int, phase: int, error: BaseException, seed: int | None, incarnation: int, call: int) -> Fault:
-    """Return the fault. `call`: number of the failing `step` call in its episode."""
+    """Return a failure as a `Fault`. `call`: number of the failing `step` call in its episode."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     title = f"{type(error).__name__}: {error}"
     return Fault(slot, PHASES[phase], title, text, seed, incarnation, 0 if phase in (INIT, RESET) else call)
@@ -31,7 +31,7 @@ def rows_reply(
     faults: list[Fault],
     last: bool = True,
 ) -> Reply:
-    """Answer with rows; of slots that failed, only the fault travels."""
+    """Return an answer with rows; of slots that failed, it holds only the fault."""
     if faults:
         failed = {fault.slot for fault in faults}
         infos = [item for item in infos if item[0] not in failed]
@@ -41,7 +41,7 @@ def rows_reply(
 
 
 def apply_stickies(env: Any, stickies: list[Sticky]) -> None:
-    """Repeat on a new environment the calls that the user wanted kept."""
+    """Repeat the user's sticky calls and attributes on a new environment."""
     for sticky in stickies:
         if sticky.is_call:
             env.get_wrapper_attr(sticky.name)(*sticky.args, **sticky.kwargs)
@@ -58,7 +58,7 @@ def call_env(env: Any, name: str, args: Iterable[Any], kwargs: Mapping[str, Any]
 
 
 def close_env(env: Any) -> None:
-    """Close it, if there is one. What it raises goes to the head's log: closing the others matters more."""
+    """Close an environment, if there is one. What it raises goes to stderr: the others must be closed too."""
     if env is not None:
         try:
             env.close()

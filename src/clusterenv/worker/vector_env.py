@@ -1,4 +1,4 @@
-"""A worker's slots run by one VectorEnv of the user's (EnvPool for example); same methods as `EnvGroup`.
+"""Run a worker's slots as one VectorEnv of the user (for example EnvPool); same methods as `EnvGroup`.
 
 There is no per-environment Python here. All slots of the worker step, fail and restart together.
 """
@@ -59,12 +59,12 @@ class VectorGroup:
         mode = venv.metadata.get("autoreset_mode")
         if self._mode is not None and mode is not self._mode:
             raise ValueError(
-                f"Vector(fn) resets as metadata['autoreset_mode']={mode}, but {self._mode} was asked for: "
+                f"Vector(fn) resets as metadata['autoreset_mode']={mode}, but {self._mode} was requested: "
                 "leave autoreset_mode out, or make the vector environment with that mode"
             )
         self._venv = venv
-        many: Any = venv  # `call` and `set_attr` are Gymnasium's habit, not part of VectorEnv's declared face
-        for each in zip(*stickies, strict=True):  # every slot has the same ones, with values of its own
+        many: Any = venv  # VectorEnv does not declare `call` and `set_attr`; Gymnasium's vector environments have them
+        for each in zip(*stickies, strict=True):  # every slot has the same ones, with its own values
             sticky = each[0]
             if sticky.is_call:
                 many.call(sticky.name, *sticky.args, **sticky.kwargs)

@@ -1,5 +1,5 @@
-"""A deterministic simulation of the head: the real driver, engine and workers over processes and nodes in memory.
+"""Simulate the head deterministically: the real driver, engine and workers over in-memory processes and nodes.
 
-One seed gives one schedule: what the user calls, what the workers do, which messages come when, and what fails. The
-ledger beside it knows every transition that an environment produced, and checks what the user gets against that.
+One seed gives one schedule: the user's calls, the workers' actions, the order of messages, and the faults. A ledger
+knows every transition that an environment produced, and checks the user's results against it.
 """

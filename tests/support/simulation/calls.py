@@ -1,4 +1,4 @@
-"""Calls of `ClusterEnv` in a simulated run, and what each may answer."""
+"""Make calls of `ClusterEnv` in a simulated run, and check their results."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from simulation.world import World
 __all__ = ["LOSSES", "Ended", "User"]
 
 MASKED_RESET_IN_FLIGHT = False
-"""Whether the user resets some slots while rows of others are under way, or unknown after an exception. They are given
-up, and the environments of those slots go on from states that the user has not seen."""
+"""Whether the user resets some slots while rows of others are in flight, or unknown after an exception. Those rows are
+dropped, and their environments continue from states that the user has not seen."""
 
 OWN_FAULTS = ("raise", "die", "hang", "killed", "crash", "nan")
-"""What counts towards a crash loop: not the losses of nodes."""
+"""Faults that count towards a crash loop; losses of nodes do not."""
 
 LOSSES = (EnvError, WorkerLostError, CrashLoopError)
 DECLARED = ("worker_lost", "env_error", "worker_moved")
 
 
 class Ended(Exception):
-    """A call ended by an exception that it may raise; it is dealt with."""
+    """A call ended with an exception that it may raise, which was handled."""
 
 
 class User:
-    """Makes calls, deals with their errors, and hands their results to the ledger."""
+    """Makes calls, handles their errors, and passes their results to the ledger."""
 
     def __init__(self, world: World, envs: Any, recovery: Any) -> None:
         self.world, self.envs = world, envs
@@ -44,7 +44,7 @@ class User:
         self.recovery = recovery
         self.delivered: list[int] = []
         self.actions: dict[int, int | None] = {}
-        """Of slots in flight."""
+        """Actions of slots in flight."""
         self.weights: list[float] = []
         """By version."""
         self.policy: Any = None
@@ -87,9 +87,9 @@ class User:
     # -- errors -----------------------------------------------------------------------------------------------
 
     def _attempt(self, function: Callable[[], Any], *allowed: type[BaseException], is_whole: bool = False) -> Any:
-        """Call it; an exception that it may raise is noted, and ends this call of the program.
+        """Call `function`; record an exception that it may raise, which ends this call of the program.
 
-        `is_whole`: what it does to the rows is unknown after Ctrl-C, so that nothing but a reset makes sense.
+        `is_whole`: after Ctrl-C the state of the rows is unknown, so that only a reset makes sense.
         """
         world = self.world
         self.delivered = []
@@ -102,7 +102,7 @@ class User:
             was_sent = self.driver.rows.awaited.any() or world.call != "step with a policy"
             if is_whole and was_sent and self.phase is not Phase.INTERRUPTED:
                 world.fail(f"Ctrl-C ended {world.call}, and the phase is {self.phase}")
-            if isinstance(interrupt.__context__, LOSSES):  # Ctrl-C has come with an error, and stands for both
+            if isinstance(interrupt.__context__, LOSSES):  # Ctrl-C came together with an error, and reports both
                 self._lost_beside()
                 self._drop_lost_actions()
             self.ledger.give_up([slot for slot in range(self.n) if slot not in self.actions])
@@ -139,7 +139,7 @@ class User:
         mask = np.array([self.world.choices.draw(2) == 0 for _ in range(self.n)])
         if not mask.any():
             mask[self.world.choices.draw(self.n)] = True
-        if not MASKED_RESET_IN_FLIGHT:  # of others, only rows that report a loss are under way: the next step has them
+        if not MASKED_RESET_IN_FLIGHT:  # leaves only rows that report a loss in flight: the next step delivers them
             mask |= self.driver.rows.awaited & ~self.driver.rows.is_loss
         self.actions = {}
         slots = np.flatnonzero(mask).tolist()
@@ -159,7 +159,7 @@ class User:
         return np.array([self.world.choices.draw(ACTIONS) for _ in slots], dtype=np.int64)
 
     def _reset_ended(self) -> bool:
-        """DISABLED: who has ended must be reset first."""
+        """In DISABLED mode, reset the slots whose episode has ended; return whether an error ended the reset."""
         if self.envs.autoreset_mode is not AutoresetMode.DISABLED:
             return False
         ended = np.array([view.has_ended for view in self.ledger.views])
@@ -192,7 +192,7 @@ class User:
         self.ledger.step(slots, actions, result)
 
     def _after_lost(self, error: WorkerLostError, actions: Any) -> None:
-        """Rows that were there came with the error; of the others, the next row may be a first one."""
+        """Check the rows that came with the error; for the other slots, the next row may be a first one."""
         rows = error.rows
         here = self.delivered
         if rows is None or len(rows[1]) != len(here):
@@ -268,13 +268,13 @@ class User:
         self.world.mark, self.world.marked_from = value, len(self.world.produced)
 
     def _drop_lost_actions(self) -> None:
-        """An error has reported what became of some rows in flight: they are not awaited any more."""
+        """Drop the actions of rows in flight that an error reported as lost: they are no longer awaited."""
         awaited = set(np.flatnonzero(self.driver.rows.awaited).tolist())
         self.ledger.give_up([slot for slot in self.actions if slot not in awaited])
         self.actions = {slot: action for slot, action in self.actions.items() if slot in awaited}
 
     def _lost_beside(self) -> None:
-        """The error of a call that steps nothing may have reported the loss of environments."""
+        """Note losses of environments that the error of a call without steps may have reported."""
         envs = self.world.envs
         views = enumerate(self.ledger.views)
         self.ledger.give_up([slot for slot, view in views if view.last and not envs[view.last.env].is_alive])

@@ -1,4 +1,4 @@
-"""What happens next: drawn from a seed, or read from earlier draws; and how a failing list of draws is made short."""
+"""Draw a schedule's decisions from a seed, or replay recorded draws; shrink a failing list of draws."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Choices", "shrink", "trimmed"]
 
 
 class Choices:
-    """Every decision of a schedule. 0 always stands for the usual: a list that is at its end goes on with zeros."""
+    """Makes every decision of a schedule. 0 is always the usual case: recorded draws continue with zeros at the end."""
 
     def __init__(self, seed: int = 0, recorded: Sequence[int] | None = None) -> None:
         self._random = Random(seed)
@@ -26,7 +26,7 @@ class Choices:
         return value
 
     def chance(self, rate: float) -> bool:
-        """Return True at this rate. Nothing is drawn where it cannot happen."""
+        """Return True at this rate. Nothing is drawn if the rate is 0."""
         if rate <= 0.0:
             return False
         value = int(self._random.random() < rate) if self._recorded is None else self._next() & 1
@@ -40,7 +40,7 @@ class Choices:
 
 
 def shrink(choices: Sequence[int], fails: Callable[[list[int]], bool], attempts: int = 1500) -> list[int]:
-    """Return a shorter list of draws that still fails: runs are dropped or set to 0, then single draws."""
+    """Return a shorter list of draws that still fails, by dropping or zeroing runs of draws, then single draws."""
     best = trimmed(choices)
     left = attempts
     size = max(1, len(best) // 2)
@@ -72,7 +72,7 @@ def _without(choices: list[int], at: int, size: int) -> list[list[int]]:
 
 
 def trimmed(choices: Sequence[int]) -> list[int]:
-    """Leave the zeros at its end out."""
+    """Return the list without trailing zeros."""
     end = len(choices)
     while end and not choices[end - 1]:
         end -= 1

@@ -1,4 +1,4 @@
-"""Virtual time in place of the `time` module, in every module of the head and of the workers that looks at it."""
+"""Replace the `time` module by virtual time in every module of the head and the workers that uses it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MODULES = (
 
 
 class Clock:
-    """Stands in for the module `time`."""
+    """Replaces the module `time`."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -40,7 +40,7 @@ class Clock:
 
 @contextmanager
 def virtual_time(clock: Clock) -> Iterator[None]:
-    """Have every module of the product see this clock."""
+    """Make every module of the package use this clock within the block."""
     modules: list[Any] = [importlib.import_module(f"clusterenv.{name}") for name in _MODULES]
     before = [module.time for module in modules]
     for module in modules:

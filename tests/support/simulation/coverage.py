@@ -1,4 +1,4 @@
-"""How often each entry of the engine's transition tables was taken, counted from outside."""
+"""Count how often each entry of the engine's transition tables was taken, without changing the engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Coverage:
             self.counts.setdefault(table, Counter()).update(counts)
 
     def lines(self) -> list[str]:
-        """Each table: entries taken, the rarest of them, and those of the table that were never taken."""
+        """Return for each table the entries taken, the rarest of them, and the entries never taken."""
         known = {
             "slot": {_move(a, b) for a, after in slots._MOVES.items() for b in after},
             "call": {f"{c} in {p.name}" for p, calls in phases._REFUSED.items() for c in calls} | _ALLOWED,
@@ -59,7 +59,7 @@ def _move(before: Any, after: Any) -> str:
 
 @contextmanager
 def counted(coverage: Coverage) -> Iterator[None]:
-    """Count while this lasts."""
+    """Count within the block."""
     after_loss, move, check = slots.after_loss, slots.Slot.move, guard.CallGuard.check
     arrive = fragments.Fragments._arrive
     losses, moves, calls = (coverage.counts[name] for name in ("after_loss", "slot", "call"))

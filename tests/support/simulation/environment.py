@@ -1,4 +1,4 @@
-"""The environment of a simulated run: its observations are numbers in the ledger, its faults are drawn."""
+"""The environment of a simulated run: its observations are numbers in the ledger; its faults are drawn."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SimulatedEnv(gym.Env[Any, Any]):
         return obs, float(self.last), end == 10, end == 11, {"number": self.last} if end == 9 else {}
 
     def identify(self) -> tuple[int, int]:
-        """What a call returns."""
+        """Return slot and number; called through `ClusterEnv.call`."""
         self._fault("call")
         return self.slot, self.number
 

@@ -1,4 +1,4 @@
-"""What holds in the head between any two events, whatever has happened."""
+"""Invariants of the head that hold between any two events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["check_engine", "check_size"]
 
 
 def check_engine(world: World, driver: Any) -> None:
-    """Nothing is awaited that nobody brings, and nothing is open that nobody owns."""
+    """Check that every awaited row has a request or rebuild that brings it, and every open request an owner."""
     rows, slots, requests, workers = driver.rows, driver._slots, driver._requests, driver._workers
     awaited, ready, lost = rows.awaited, rows.ready, rows.is_loss
     if (ready & ~awaited).any():
@@ -52,7 +52,7 @@ def check_engine(world: World, driver: Any) -> None:
 
 
 def _check_transfers(world: World, driver: Any) -> None:
-    """Weights that the head takes to be on their way are."""
+    """Check that the weights that the head considers in transit are in transit."""
     cluster = driver.executor
     said = {message.number for _, message in (*cluster.said, *driver._inbox) if isinstance(message, WeightsHeld)}
     for machine in driver.weights:
@@ -65,7 +65,7 @@ def _check_transfers(world: World, driver: Any) -> None:
 
 
 def check_size(world: World, driver: Any) -> None:
-    """No ledger grows without bound; checked between two calls of the user."""
+    """Check that no ledger grows without bound; called between two calls of the user."""
     num_envs, num_workers = driver.num_envs, len(driver.slots_of)
     rows = driver.rows
     sizes = {

@@ -1,7 +1,7 @@
-"""What the user was given, checked against what the environments produced.
+"""Check the rows that the user gets against those that the environments produced.
 
-Each transition is delivered once, in the order of its episode; where that order is broken, something said so: a row
-that reports a loss, an exception, a reset by the user, or a counter of fragments that were dropped.
+Each transition is delivered once, in the order of its episode; a break in that order must be explained by a row that
+reports a loss, an exception, a reset by the user, or a counter of dropped fragments.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from simulation.world import Produced, World
 __all__ = ["Ledger", "View"]
 
 LOSS_IN_STREAM_UNREPORTED = True
-"""A worker that is lost with a fragment of a stream that was left: no row of `step` reports the loss, only an event."""
+"""A worker lost with a fragment of a stream that was left is reported by an event only, not by a row of `step`."""
 
 SAME_STEP, NEXT_STEP = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP
 
 
 @dataclass(slots=True)
 class View:
-    """What the user knows of a slot."""
+    """What the user knows about a slot."""
 
     last: Produced | None = None
     """The observation last seen."""
     has_ended: bool = False
     is_broken: bool = False
-    """The last row was invalid, or an exception took it: what follows is the first row of another environment, or the
-    user has to reset."""
+    """The last row was invalid, or replaced by an exception: either the first row of another environment follows, or
+    the user must reset."""
     may_skip: bool = False
-    """Rows were given up and said to be: fragments that were dropped, a call that an exception ended."""
+    """Rows may be missing, as reported: dropped fragments, or a call that an exception ended."""
     was_streamed: bool = False
-    """A stream has asked for it since its last row of `step` or of a rollout."""
+    """A stream has requested the slot since its last row of `step` or of a rollout."""
     declared: int = 0
-    """An event says that the slot lost its environment, when there were so many."""
+    """Number of environments in the world when an event last declared a loss of this slot."""
 
 
 class Ledger:
@@ -49,7 +49,7 @@ class Ledger:
     # -- single rows ------------------------------------------------------------------------------------------
 
     def reset(self, slots: list[int], obs: Any, seeds: list[int | None] | None) -> None:
-        """The user reset these slots; `obs` has their rows."""
+        """Check the rows `obs` of a reset of these slots."""
         for row, slot in enumerate(slots):
             view, first = self.views[slot], self._see(slot, obs[row], "reset")
             self._need(first.t == 0, slot, f"reset() returned step {first.t} of an episode")
@@ -60,14 +60,14 @@ class Ledger:
             view.last, view.has_ended, view.is_broken, view.may_skip = first, False, False, False
 
     def untouched(self, slots: list[int], obs: Any) -> None:
-        """A masked reset shows the last observations of the others again."""
+        """Check that a masked reset returns the last observations of the other slots again."""
         for slot in slots:
             last = self.views[slot].last
             if last is not None and not self.views[slot].may_skip and not self.views[slot].is_broken:
                 self._need(obs[slot][0] == last.number, slot, f"shows {obs[slot][0]}, delivered was {last.number}")
 
     def step(self, slots: list[int], actions: Any, result: Any) -> None:
-        """Rows of `step` or `recv`."""
+        """Check rows of `step` or `recv`."""
         obs, rewards, terminations, truncations, infos = result
         valid = infos.get("transition_valid")
         for row, slot in enumerate(slots):
@@ -83,7 +83,7 @@ class Ledger:
         self._check_infos(infos, slots)
 
     def _check_infos(self, infos: dict[str, Any], slots: list[int]) -> None:
-        """What an environment says beside a row is about this row."""
+        """Check that the infos of a row belong to this row."""
         if "number" in infos:
             for row, slot in enumerate(slots):
                 last = self.views[slot].last
@@ -111,7 +111,7 @@ class Ledger:
             return
         is_unreported = LOSS_IN_STREAM_UNREPORTED and view.was_streamed and self._is_lost(view)
         if (view.may_skip or view.is_broken or is_unreported) and new.t == 0 and not ended and reward == 0.0:
-            # An exception reported the loss, or a fragment whose last rows are invalid.
+            # An exception reported the loss, or a fragment did whose last rows are invalid.
             last = view.last
             self._need(last is None or not self._world.envs[last.env].is_alive, slot, f"{_of(last)} was not lost")
             self._deliver(new, slot)
@@ -170,7 +170,7 @@ class Ledger:
     # -- fragments --------------------------------------------------------------------------------------------
 
     def fragment(self, batch: Any, is_stream: bool) -> None:
-        """Columns of a rollout, or of one item of a stream."""
+        """Check the columns of a rollout, or of one item of a stream."""
         finals = {(int(t), int(c)): batch.final_obs[i] for i, (t, c) in enumerate(batch.final_at)}
         for column, slot in enumerate(batch.slots.tolist()):
             self._column(batch, column, slot, finals, is_stream)
@@ -215,7 +215,7 @@ class Ledger:
             final = finals.pop((t, column), None)
             self._need(final is not None and final[0] == done.number, slot, f"final_obs of row {t}: {final}")
             is_real = done.terminated or done.truncated
-            if not is_real:  # its slots went on elsewhere
+            if not is_real:  # truncated because the slot moves to another node
                 self._need(t + 1 == steps and not batch.terminations[t, column], slot, "an end that was none")
                 now, view.is_broken = done, True
                 continue
@@ -295,7 +295,7 @@ class Ledger:
             view.was_streamed = True
 
     def give_up(self, slots: list[int]) -> None:
-        """An exception ended a call whose rows of these slots are unknown."""
+        """Allow gaps in these slots, whose rows are unknown because an exception ended a call."""
         for slot in slots:
             self.views[slot].may_skip = True
 
@@ -307,7 +307,7 @@ def _of(record: Produced | None) -> str:
 
 
 def logits(weight: float, obs: Any) -> Any:
-    """What the simulated policy gives for observations [B, 2]."""
+    """Return the simulated policy's logits for observations [B, 2]."""
     features = np.nan_to_num(np.asarray(obs, dtype=np.float64)[..., 1])
     zeros = np.zeros_like(features)
     return np.stack([zeros, zeros + weight, features * 0.25 * weight], axis=-1).astype(np.float32)

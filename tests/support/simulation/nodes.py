@@ -1,6 +1,6 @@
-"""Workers on nodes that die, come back, and hand their slots on; weights that take a while to reach them.
+"""Simulate workers on nodes that die, come back and move their slots, and weights that take a while to arrive.
 
-An executor by its contract: what `RemoteExecutor` reports of a cluster, without its wire.
+Implements the executor contract: it reports what `RemoteExecutor` reports of a cluster, without a network.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class _Node:
         self.back_at_s = 0.0
         self.memory = Memory()
         self.coming: deque[Any] = deque()
-        """Transfers of weights to it."""
+        """Transfers of weights to this node."""
 
 
 class _NodeMemory(Memory):
-    """Rows and fragments as the head has them; weights of the node."""
+    """The head's rows and fragments with the node's weights."""
 
     def __init__(self, shared: Memory, own: Memory) -> None:
         self._shared, self._own = shared, own
@@ -49,7 +49,7 @@ class _NodeMemory(Memory):
 
 
 class SimulatedCluster(SimulatedExecutor):
-    """`shard_of`: worker → shard; shard i belongs to node i."""
+    """A simulated cluster. `shard_of`: worker → shard; shard i belongs to node i."""
 
     def __init__(
         self, world: World, shard_of: list[int], mode: AutoresetMode | None, num_envs: int, invited: int
@@ -140,7 +140,7 @@ class SimulatedCluster(SimulatedExecutor):
         return [index for index in super().runnable() if not self._waits(index)]
 
     def _waits(self, index: int) -> bool:
-        """Whether its next request is about weights that are still to come."""
+        """Return whether its next request needs weights that have not arrived."""
         message = self.by_index[index].inbox[0]
         node = self._nodes[self._holder[self._shard_of[index]]]
         return isinstance(message, LoadWeights) and any(t.weights.number == message.number for t in node.coming)
@@ -179,7 +179,7 @@ class SimulatedCluster(SimulatedExecutor):
         return super().poll(timeout_s)
 
     def _leaving(self) -> set[int]:
-        """Shards whose own node is here, or whose holder is not wanted any more."""
+        """Return shards whose own node is here, or whose holder is scaled away."""
         here = {number for number, node in enumerate(self._nodes) if node.is_here and number < self._invited}
         if not here:
             return set()
@@ -210,7 +210,7 @@ class SimulatedCluster(SimulatedExecutor):
                 self.said.append((index, Exit(f"was on node {shard}, which is gone", "", cause)))
 
     def _place(self) -> None:
-        """Empty shards to their own nodes, or to another that is here."""
+        """Place unassigned shards on their own nodes, or on another that is here."""
         here = [number for number, node in enumerate(self._nodes) if node.is_here and number < self._invited]
         for shard in range(len(self._nodes)):
             if shard not in self._holder and here:

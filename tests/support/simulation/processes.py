@@ -1,7 +1,7 @@
-"""Worker processes in memory: each a real `Dispatcher` with what it was sent and what it has said.
+"""Simulate worker processes in memory: each is a real `Dispatcher` with an inbox and an outbox.
 
-`SimulatedProcesses` has the face of `WorkerProcesses`, which a node's shards use; `SimulatedExecutor` that of
-`ProcessExecutor`. Channels are in order and lose nothing, as a socket pair; when a worker runs, when its answer is
+`SimulatedProcesses` has the interface of `WorkerProcesses`, which a node's shards use; `SimulatedExecutor` that of
+`ProcessExecutor`. Channels keep the order and lose nothing, like a socket pair; when a worker runs, when its answer is
 read and when it ends is drawn.
 """
 
@@ -29,7 +29,7 @@ __all__ = ["Process", "SimulatedExecutor", "Workers", "interrupt"]
 
 
 class Memory:
-    """What a head, or a node, shares with its workers."""
+    """The memory that a head or node shares with its workers."""
 
     def __init__(self) -> None:
         self.row_bytes = bytearray()
@@ -62,7 +62,7 @@ class Process:
         self.outbox: deque[Any] = deque()
         self.is_hung = False
         self.exit: Exit | None = None
-        """How it ended; known to nobody until what it said before is read."""
+        """How it ended; reported only after its earlier messages are read."""
 
     @property
     def can_run(self) -> bool:
@@ -73,7 +73,7 @@ class Process:
         return bool(self.outbox) or self.exit is not None
 
     def run(self, begin: Callable[[Any], None], answer: Callable[[Any], None]) -> None:
-        """Carry out the next request. What its environments do may end it."""
+        """Handle the next request. Its environments may end the process."""
         message, world = self.inbox.popleft(), self.world
         world.event("run", "" if world.trace is None else f"pid {self.pid} {_short(message)}")
         if isinstance(message, Rebuild):
@@ -93,7 +93,7 @@ class Process:
             world.is_evaluating = False
 
     def end(self, reason: str, said: int | None = None) -> None:
-        """It is gone; of what it said and nobody has read, only the first `said` messages went out (None: all)."""
+        """End the process; of its unread messages, only the first `said` were sent (None: all)."""
         if self.exit is not None:
             return
         while said is not None and len(self.outbox) > said:
@@ -118,7 +118,7 @@ class Workers:
         self._makers = [_maker(world, slot) for slot in range(num_envs)]
         self._pids = 0
         self.said: deque[tuple[int, Any]] = deque()
-        """What the machine itself says of its processes."""
+        """Messages of the machine itself about its processes."""
 
     def start(self, index: int) -> None:
         old = self.by_index.get(index)
@@ -175,7 +175,7 @@ class Workers:
         process.run(_nothing, process.outbox.append)
 
     def read(self, index: int) -> Any:
-        """Return the next message of this worker; an `Exit` when it has said all."""
+        """Return the next message of this worker; its `Exit` after the last one."""
         process = self.by_index[index]
         if process.outbox:
             return process.outbox.popleft()
@@ -184,7 +184,7 @@ class Workers:
         return process.exit
 
     def crash(self, index: int) -> None:
-        """A process is killed from outside, at any moment: what it had said may be lost from some message on."""
+        """Kill a process from outside, at any moment: its unread messages may be lost from some point on."""
         process = self.by_index[index]
         said = len(process.outbox) - self.world.choices.draw(len(process.outbox) + 1)
         self.world.event("crash", f"worker {index}, {said} of {len(process.outbox)} answers said")
@@ -208,7 +208,7 @@ def _maker(world: World, slot: int) -> Callable[[], SimulatedEnv]:
 
 
 def interrupt(world: World) -> None:
-    """Ctrl-C, perhaps."""
+    """Press Ctrl-C, if that is drawn."""
     if not interrupts.STATE.pending and world.happens("interrupt"):
         world.event("interrupt")
         interrupts.STATE.pending, interrupts.STATE.frame = True, None
@@ -236,14 +236,14 @@ class SimulatedExecutor(Workers):
         return True
 
     def send(self, index: int, message: Any, request: Any = None) -> None:
-        self.world.waits()  # what is asked for without end is found here, too
+        self.world.waits()  # also finds endless requests
         process = self.by_index.get(index)
         if process is not None and process.exit is None:
             process.inbox.append(message)
         interrupt(self.world)
 
     def step_all(self, number: int) -> tuple[int, list[tuple[int, Any]]] | None:
-        """As `ProcessExecutor` does: workers are waited for in order, until one is silent or says something unusual."""
+        """Wait for the workers in order until one is silent or sends an unusual message, like `ProcessExecutor`."""
         world = self.world
         world.event("step_all")
         for process in self.by_index.values():
@@ -308,7 +308,7 @@ class SimulatedExecutor(Workers):
         return heard
 
     def background(self) -> None:
-        """Workers go on while the learner is busy."""
+        """Let workers continue while the learner is busy."""
         while self.runnable() and self.world.choices.draw(3):
             runnable = self.runnable()
             self.run(runnable[self.world.choices.draw(len(runnable))])

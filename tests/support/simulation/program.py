@@ -1,4 +1,4 @@
-"""The user's program of a simulated run: drawn calls of `ClusterEnv` and `Collector`, and what each may answer."""
+"""Run the user's program of a simulated run: drawn calls of `ClusterEnv` and `Collector`, whose results are checked."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ class Program(User):
         return options[draw(len(options))]
 
     def _finish(self) -> None:
-        """Nothing goes wrong any more: a reset brings all environments back, and every one steps."""
+        """Check that without further faults a reset restores all environments, and each of them steps."""
         for _ in range(3):
             self._do("last reset", self.reset)
             if self.phase is Phase.IDLE:
                 break
         else:
             self.world.fail("reset() does not succeed, though nothing fails any more")
-        for _ in range(4):  # slots may still move to another node, and be reset after it
+        for _ in range(4):  # slots may still move to another node, and be reset there
             self._do("last step", self.step)
         if self.driver._slots.records or self.driver.rows.awaited.any():
             self.world.fail("slots are not live after whole steps without faults")
@@ -107,7 +107,7 @@ class Program(User):
         return self.collectors[0]
 
     def _learn(self) -> None:
-        """The agent changes, or not."""
+        """Change the agent's weights, or not."""
         if self.world.choices.draw(3):
             weight = round(0.1 + 0.01 * self.world.choices.draw(200), 2)
             self.policy.values = {"w": np.array([weight], np.float32)}
@@ -205,7 +205,7 @@ class Program(User):
             self.ledger.give_up(list(range(self.n)))
 
     def misuse(self) -> None:
-        """A call that makes no sense now is refused, and changes nothing."""
+        """Check that a call that is invalid in this phase is refused, and changes nothing."""
         phase = self.phase
         calls: dict[str, Callable[[], Any]] = {
             "step": lambda: self.envs.step(np.zeros(self.n, np.int64)),

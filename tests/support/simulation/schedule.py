@@ -1,4 +1,4 @@
-"""One schedule from a seed, or from a list of draws: the run, its outcome, and a failing one made short."""
+"""Run one schedule from a seed or from a list of draws, and shorten failing ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Outcome:
     seed: int | None
     choices: list[int]
     failure: str | None
-    """What rule was broken; None: none."""
+    """The broken rule, or None."""
     num_events: int
     counts: dict[str, int]
     trace: list[str] = field(default_factory=list)
@@ -83,7 +83,7 @@ class _Backend:
 
 @contextmanager
 def prepared(world: World) -> Iterator[None]:
-    """Have the product see the world's clock, and its environments without pickling them; logs are silent."""
+    """Make the package use the world's clock, and its environments without pickling them; silence the logs."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     plan, env_module.blueprint = env_module.blueprint, _plan
@@ -100,7 +100,7 @@ def prepared(world: World) -> Iterator[None]:
 def opened(
     num_envs: int, workers: int, mode: AutoresetMode = AutoresetMode.NEXT_STEP, recovery: Recovery | None = None
 ) -> Iterator[tuple[World, Any]]:
-    """Open environments of a simulated machine on which nothing goes wrong but what the test plans."""
+    """Open environments on a simulated machine with no faults but those that the test plans."""
     world = World(Choices(recorded=[]), planned=lambda fault: False)
     with prepared(world):
         backend = _Backend(world, workers, 0)
@@ -184,5 +184,5 @@ def shortest(outcome: Outcome, attempts: int = 400) -> Outcome:
 
 
 def _kind(failure: str) -> str:
-    """The rule without its numbers."""
+    """Return the failure text without numbers."""
     return "".join(c for c in failure.partition(": ")[2] if not c.isdigit() and c not in ".,")[:60]

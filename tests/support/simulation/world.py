@@ -1,4 +1,4 @@
-"""What is true in a simulated run, whatever the head believes: the clock, the environments, what they produced."""
+"""The true state of a simulated run, independent of the head: the clock, the environments, and what they produced."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Died", "Failure", "Hangs", "Produced", "World"]
 
 
 class Failure(BaseException):
-    """A rule is broken. No `except Exception` of the code under test may hide it."""
+    """A rule is broken. A BaseException, so that no `except Exception` of the code under test hides it."""
 
 
 class Died(BaseException):
-    """The process that runs this environment is gone, in the middle of what it did."""
+    """The process of this environment died in the middle of a call."""
 
 
 class Hangs(BaseException):
@@ -35,7 +35,7 @@ class Produced:
     """Number of the environment object: no two incarnations have the same."""
     episode: int
     t: int
-    """Steps since the episode began; 0: of a reset."""
+    """Steps since the episode began; 0: from a reset."""
     before: int
     """Number of the observation that was acted on; 0: none."""
     action: int
@@ -55,11 +55,11 @@ class EnvRecord:
     is_alive: bool = True
     is_evaluating: bool = False
     seed: int | None = None
-    """Of the last reset."""
+    """Seed of the last reset."""
 
 
 FAULTS = ("raise", "raise_after", "die", "hang", "nan", "slow", "kill", "interrupt", "part", "late", "node", "double")
-"""What may go wrong; each schedule has some of them, at rates of its own."""
+"""Possible faults; each schedule has some of them, at its own rates."""
 
 
 @dataclass
@@ -70,29 +70,29 @@ class World:
     produced: list[Produced] = field(default_factory=list)
     envs: list[EnvRecord] = field(default_factory=list)
     trace: list[str] | None = None
-    """What happened, in words; None: not kept."""
+    """The events as text; None: not recorded."""
     counts: Counter[str] = field(default_factory=Counter)
     num_events: int = 0
     call: str = ""
-    """What the user does now."""
+    """The user's current call."""
     called_at_s: float = 0.0
     polls: int = 0
-    """Waits within this call."""
+    """Number of waits within this call."""
     incarnations: dict[int, int] = field(default_factory=dict)
-    """Slot → incarnation that its worker was last told to make."""
+    """Slot → incarnation that its worker was last asked to make."""
     is_evaluating: bool = False
     seeds: set[int] = field(default_factory=set)
     """Seeds of rebuilt environments."""
     mark: int = 0
     marked_from: int | None = 0
-    """What is produced after so many has `mark`; None: that is not known."""
+    """Observations with a higher number than this have `mark`; None: unknown."""
     user_seeds: set[int] = field(default_factory=set)
     planned: Callable[[str], bool] | None = None
-    """Says what goes wrong, instead of chance."""
+    """Decides which faults happen, instead of chance."""
     at: tuple[int, str] = (-1, "")
-    """Slot and phase of the environment that runs."""
+    """Slot and phase of the running environment."""
     calm: bool = False
-    """Nothing goes wrong any more."""
+    """No more faults happen."""
 
     def event(self, kind: str, text: str = "") -> None:
         self.num_events += 1
@@ -101,7 +101,7 @@ class World:
             self.trace.append(f"{self.clock.now_s:8.2f}  {kind} {text}")
 
     def happens(self, fault: str) -> bool:
-        """Return whether this goes wrong now."""
+        """Return whether this fault happens now."""
         if self.planned is not None:
             return self.planned(fault)
         rate = self.rates.get(fault, 0.0)
@@ -115,13 +115,13 @@ class World:
         self.event("call", call)
 
     def waits(self) -> None:
-        """The head waits once more: a call must end, in virtual time and in turns."""
+        """Count a wait of the head; fail if its call does not end, in virtual time or in number of waits."""
         self.polls += 1
         if self.polls > 3000 or self.clock.now_s - self.called_at_s > 3000.0:
             self.fail(f"{self.call} does not end: {self.polls} waits, {self.clock.now_s - self.called_at_s:.0f} s")
 
     def rebuilds(self, slot: int, incarnation: int, seed: int | None) -> None:
-        """A worker is asked for another incarnation: later than all before it, and with a seed of its own."""
+        """Check that a rebuilt slot gets a higher incarnation than all before, and a seed that was not used."""
         if incarnation <= self.incarnations.get(slot, 0):
             self.fail(f"slot {slot} is rebuilt as incarnation {incarnation}, after {self.incarnations.get(slot, 0)}")
         self.incarnations[slot] = incarnation
@@ -143,7 +143,7 @@ class World:
         self.produced.append(record)
 
     def of_number(self, number: Any) -> Produced:
-        """Return what has this number."""
+        """Return the observation of this number."""
         value = int(number)
         if value != number or not 0 < value <= len(self.produced):
             self.fail(f"{self.call}: {number} is no observation that an environment produced")

@@ -1,1 +1,1 @@
-"""What every backend over a network shares: addresses, the folder of a run and its note, the supervisor of its jobs."""
+"""Parts that all backends over a network share: addresses, the run's folder and note, the supervisor of its jobs."""

@@ -1,6 +1,6 @@
 """Decide where the head listens and which address nodes dial, from a backend's `bind`, `port` and `advertise`.
 
-All functions but `listening_address` are pure; that one asks the kernel for the addresses and routes of this machine.
+Everything but `listening_address` is pure; it asks the kernel for the addresses and routes of this machine.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from clusterenv.errors import SpecError, StartError
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
 _IFF_UP = 1
 _UNUSABLE = 0x08 | 0x40
-"""Flags of an IPv6 address that cannot be used: duplicate detection has failed, or is not over."""
+"""Flags of an IPv6 address that cannot be used: duplicate detection failed, or has not finished."""
 
 _EVERY = ("*", "0.0.0.0", "::", "[::]")
 _OUTSIDE = ((socket.AF_INET, "10.255.255.255"), (socket.AF_INET6, "2001:db8::1"))
-"""Addresses outside; nothing is sent: the kernel says which own address it would use."""
+"""External addresses to ask the kernel for the local address that it would use; nothing is sent to them."""
 
 
 class Advertised(NamedTuple):
-    """What nodes dial in place of the address that the head listens on."""
+    """The host and port that nodes dial instead of the address that the head listens on."""
 
     host: str
     port: int | None  # None: the port that the head listens on
@@ -52,14 +52,14 @@ def choose(who: str, bind: str | None, own: Mapping[str, Sequence[str]], routed:
         if address is not None:
             if _is_link_local(address):
                 raise SpecError(
-                    f"{who}(bind={bind!r}) is a link-local address, which nodes cannot dial without naming an "
-                    f"interface of their own: give another address of this machine"
+                    f"{who}(bind={bind!r}) is a link-local address, which nodes cannot dial without naming one of "
+                    f"their own interfaces: give another address of this machine"
                 )
             return address
         usable = _usable(own.get(bind, ()))
         if not usable:
             raise SpecError(
-                f"{who}(bind={bind!r}) is no address, and no interface that is up and has one; there are {list(own)}"
+                f"{who}(bind={bind!r}) is neither an address nor an interface that is up and has one; found {list(own)}"
             )
         return usable[0]
     if routed is not None:
@@ -84,7 +84,7 @@ def choose(who: str, bind: str | None, own: Mapping[str, Sequence[str]], routed:
 
 
 def parse_port(port: Any, who: str = "Remote") -> range:
-    """Return the ports to try, in order; `range(0, 1)` stands for any that is free."""
+    """Return the ports to try, in order; `range(0, 1)` stands for any free port."""
     pair = (port, port) if _is_port(port, 0) else port
     if not (
         isinstance(pair, (tuple, list))
@@ -115,14 +115,14 @@ def parse_advertise(advertise: Any, who: str = "Remote") -> Advertised | None:
         or (port is not None and not _is_port(int(port), 1))
     ):
         raise SpecError(
-            f"{who}(advertise={advertise!r}): expected 'host' or 'host:port', which nodes can dial: a name, an IPv4 "
+            f"{who}(advertise={advertise!r}): expected a 'host' or 'host:port' that nodes can dial: a name, an IPv4 "
             f"address, or an IPv6 address ('[fd00::1]:4711' with a port)"
         )
     return Advertised(address or host, None if port is None else int(port))
 
 
 def dialled(listening: str, advertised: Advertised | None) -> str:
-    """Return the address that nodes dial, for a head that listens on the address `listening`."""
+    """Return the address that nodes dial for a head that listens on `listening`."""
     if advertised is None:
         return listening
     port = advertised.port or int(listening.rpartition(":")[2])
@@ -141,7 +141,7 @@ def parse_if_inet6(table: str) -> dict[str, list[str]]:
 
 
 def _ip(text: str) -> str | None:
-    """Return an IP address as it is usually written, without brackets; None for anything else."""
+    """Return an IP address in canonical form, without brackets; None for anything else."""
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(text[1:-1] if text.startswith("[") and text.endswith("]") else text))
     return None
@@ -153,7 +153,7 @@ def _is_link_local(address: str) -> bool:
 
 
 def _usable(addresses: Sequence[str]) -> list[str]:
-    """Return addresses that other machines could dial, IPv4 first."""
+    """Return the addresses that other machines can dial, IPv4 first."""
     return sorted((a for a in addresses if not _is_link_local(a)), key=lambda a: ":" in a)
 
 
@@ -161,28 +161,28 @@ def _is_port(value: Any, lowest: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= 65535
 
 
-# -- what the kernel says -----------------------------------------------------------------------------------------
+# -- queries to the kernel ----------------------------------------------------------------------------------------
 
 
 def listening_address(who: str, bind: str | None) -> str:
     """Return the address of this machine on which a backend with this `bind` listens."""
     names = [name for _, name in socket.if_nameindex()]
     if bind is not None and bind not in names:
-        names.append(bind)  # "eth0:1", a label of a further address
+        names.append(bind)  # it may be an address label, such as "eth0:1"
     return choose(who, bind, _own_addresses(names), _routed_address() if bind is None else None)
 
 
 def _own_addresses(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the addresses of those of these interfaces that are up."""
+    """Return the addresses of each of these interfaces that is up."""
     table: dict[str, list[str]] = {}
     with contextlib.suppress(OSError):  # a kernel without IPv6
-        # Of the calling thread: a thread may be in a network namespace of its own.
+        # Read the table of the calling thread, which may be in a different network namespace than the process.
         table = parse_if_inet6(Path("/proc/thread-self/net/if_inet6").read_text())
     found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name in names:
             request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # there is no such interface
+            with contextlib.suppress(OSError):  # no such interface
                 if struct.unpack_from("h", fcntl.ioctl(probe, _SIOCGIFFLAGS, request), 16)[0] & _IFF_UP:
                     found[name] = table.get(name, [])
             if name in found:
@@ -192,7 +192,7 @@ def _own_addresses(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _routed_address() -> str | None:
-    """Return the address from which this machine would reach others, by its routes; None: it has none."""
+    """Return the address from which this machine's routes would reach others; None if there is no route."""
     for family, outside in _OUTSIDE:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((outside, 1))

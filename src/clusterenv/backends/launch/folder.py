@@ -1,4 +1,4 @@
-"""`RunFolder`: the folder of one run, with its key files and its note; private, and removed at the end."""
+"""`RunFolder`: create the private folder of a run, with its key files and its note, and remove it at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clusterenv.transport.keys import Joining, KeyPair, close_joining, private_f
 
 
 def run_path(place: str | os.PathLike[str] | None, run: str) -> Path:
-    """Return the folder of this run; `place`: where such folders are made, None: the temporary directory."""
+    """Return the folder of this run; `place`: its parent folder; None: the temporary directory."""
     return Path(place or tempfile.gettempdir()).expanduser() / f"clusterenv-{run}"
 
 
@@ -27,13 +27,14 @@ def key_file(folder: Path, node: int) -> Path:
 
 
 class RunFolder:
-    """
+    """The folder of one run.
+
     Args:
-        place: where to make the folder; None: the temporary directory.
-        lease_s: for the note.
-        any_owner: the file system may show another owner than this user for it.
-        journal: from which another head may go on; written into the note.
-        earlier: the name, the folder and the jobs of a run that goes on, in place of a new one.
+        place: where to create the folder; None: the temporary directory.
+        lease_s: written to the note.
+        any_owner: the file system may show another owner than this user.
+        journal: the journal from which another head may continue; written to the note.
+        earlier: the name, folder and jobs of the run to continue; None: create a new run.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class RunFolder:
         journal: str = "",
         earlier: tuple[str, Path, Mapping[str, Any]] | None = None,
     ) -> None:
-        # A folder of the run's own, also below one that the user names: it is removed at the end.
+        # The run needs its own folder, even below one that the user names: it is removed at the end.
         self.run = secrets.token_hex(4) if earlier is None else earlier[0]
         self.path = run_path(place, self.run) if earlier is None else earlier[1]
         if earlier is None:
@@ -70,28 +71,28 @@ class RunFolder:
                 self.digests += (hashlib.sha256(path.read_bytes()).hexdigest(),)
 
     def find_keys(self, nodes: int) -> None:
-        """Use the key files that an earlier head has written."""
+        """Use the key files that an earlier head wrote."""
         self.files = tuple(key_file(self.path, node) for node in range(nodes))
         self.digests = tuple(hashlib.sha256(path.read_bytes()).hexdigest() for path in self.files)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn an `OSError` (of a full or read-only disk) into a `StartError` that says where."""
+        """Turn an `OSError` (a full or read-only disk) into a `StartError` that names the folder."""
         try:
             yield
         except ClusterEnvError:
             raise
         except OSError as error:
             raise StartError(
-                f"the run's folder {self.path} could not be filled, or nodes not started from it: {error}. If that "
-                "disk is full or read-only, choose another: `folder=...` of the backend, or TMPDIR where that is None"
+                f"could not write the run's folder {self.path}, or start nodes from it: {error}. If its disk is full "
+                "or read-only, choose another: `folder=...` of the backend, or TMPDIR if that is None"
             ) from error
 
     def end(self, left: str, is_left: bool = False) -> bool:
-        """Remove the folder or, where jobs of the run are left, only its secrets: `clusterenv gc` needs the note.
+        """Remove the folder or, if jobs of the run are left, only its secrets: `clusterenv gc` needs the note.
 
-        `is_left`: keep all of it for another head.
-        Returns whether this was the first time.
+        `is_left`: keep everything for another head.
+        Returns whether this was the first call.
         """
         if self._is_over:
             return False

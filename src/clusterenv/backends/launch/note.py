@@ -1,6 +1,6 @@
-"""`Note`: a file in a run's folder that identifies its head, and names what else must be removed.
+"""`Note`: write a file in a run's folder that identifies its head, and names what else must be removed.
 
-The head writes it before anything is started, and touches it regularly. `clusterenv gc` reads it, on any machine that
+The head writes it before it starts anything, and touches it regularly. `clusterenv gc` reads it, on any machine that
 sees the folder.
 """
 
@@ -21,15 +21,15 @@ NAME = "head.json"
 
 _BEAT_S = 15.0
 _SLACK_S = 120.0
-"""Added to the lease, for attributes that a network file system caches (up to 60 s), and for clocks."""
+"""Added to the lease, for network file systems that cache attributes (up to 60 s), and for clock differences."""
 
 
 class Note:
     """The note of this process, the head of a run.
 
     Args:
-        journal: from which another head may go on with its nodes; "": none can.
-        jobs: that an earlier head has started.
+        journal: the journal from which another head may take over the nodes; "": none can.
+        jobs: the jobs that an earlier head started.
     """
 
     def __init__(
@@ -54,28 +54,28 @@ class Note:
         self._thread.start()
 
     def add_jobs(self, jobs: Mapping[str, Any]) -> None:
-        """Have `clusterenv gc` remove these: a backend's name, and what its `collect_garbage` needs."""
+        """Add jobs for `clusterenv gc` to remove: a backend's name, and what its `collect_garbage` needs."""
         self._fields["jobs"] = dict(jobs)
         self._write()
 
     def end(self, left: str = "") -> None:
-        """Stop touching the note. `left`: why it stays, for `clusterenv gc`; "": the folder is removed next."""
+        """Stop touching the note. `left`: why it is kept, for `clusterenv gc`; "": the folder is removed next."""
         self._quit.set()
         self._thread.join(1.0)
         if left:
             self._fields["left"] = left
-            with contextlib.suppress(OSError):  # a full disk: then it is removed when this process has ended
+            with contextlib.suppress(OSError):  # a full disk: `gc` removes the run once this process has ended
                 self._write()
 
     def touch(self) -> None:
-        """Show that the head has been here just now."""
+        """Update the note's time, to show that the head is alive."""
         with contextlib.suppress(OSError):
             os.utime(self._path)
 
     def _write(self) -> None:
         new = self._path.with_suffix(".new")
         new.write_text(json.dumps(self._fields))
-        new.replace(self._path)  # never half a note, also on a full disk
+        new.replace(self._path)  # atomic: never a partial note, even on a full disk
 
     def _beat(self) -> None:
         while not self._quit.wait(_BEAT_S):
@@ -83,16 +83,16 @@ class Note:
 
 
 class Life(NamedTuple):
-    """What is known of a run's head."""
+    """The known state of a run's head."""
 
     is_over: bool
     is_certain: bool
-    """By the process table of this machine, or by the head itself; otherwise by the age of the note."""
+    """True: known from this machine's process table, or from the head itself; False: judged by the note's age."""
     text: str
 
 
 def life(note: Mapping[str, Any], age_s: float) -> Life:
-    """Return whether the head that wrote this note is running. `age_s`: since the note was touched."""
+    """Return whether the head that wrote this note is running. `age_s`: time since the note was touched."""
     who = f"process {note['pid']} on {note['host']}"
     if note["left"]:
         return Life(True, True, f"closed by {who}: {note['left']}")
@@ -100,7 +100,7 @@ def life(note: Mapping[str, Any], age_s: float) -> Life:
         if process_start(note["pid"]) == note["started"]:
             return Life(False, True, f"its head is running ({who})")
         if note.get("journal") and age_s <= note["lease_s"] + _SLACK_S:
-            text = f"its head has ended ({who}), and another one may go on with its nodes, by resume={note['journal']}"
+            text = f"its head has ended ({who}), but another one may go on with its nodes, by resume={note['journal']}"
             return Life(False, False, text)
         return Life(True, True, f"its head has ended ({who})")
     over = age_s > note["lease_s"] + _SLACK_S
@@ -109,7 +109,7 @@ def life(note: Mapping[str, Any], age_s: float) -> Life:
 
 
 def now_there(folder: Path) -> float:
-    """Return the time of the clock that dates the files in this folder, which may be a file server's."""
+    """Return the current time of the clock that dates files in this folder, which may be a file server's."""
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"x")
@@ -120,15 +120,15 @@ def now_there(folder: Path) -> float:
 
 
 def machine() -> str:
-    """Return what identifies a boot of this machine and a process namespace: where process numbers are valid."""
+    """Return an identifier of this machine's boot and PID namespace, within which process ids are valid."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
-        return f"unknown {os.urandom(8).hex()}"  # equal to no other
+        return f"unknown {os.urandom(8).hex()}"  # different from every other
 
 
 def process_start(pid: int) -> str:
-    """Return when this process started, in clock ticks: it tells a process from a later one with its number."""
+    """Return when this process started, in clock ticks, to distinguish it from a later one with the same id."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
     except OSError:

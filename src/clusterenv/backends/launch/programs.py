@@ -1,4 +1,4 @@
-"""Run a scheduler's command-line program: with a deadline, in a session of its own, and never left running."""
+"""Run a scheduler's command-line program with a deadline, in its own session, and never leave it running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOK_S = 0.1  # how often `closing` is checked
 
 
 class NoAnswer(StartError):
-    """The program was killed before it ended: it may have had its effect or not."""
+    """The program was killed before it ended: it may or may not have had its effect."""
 
 
 def ask(
@@ -28,10 +28,10 @@ def ask(
     closing: threading.Event | None = None,
     patience_s: float = 0.0,
 ) -> str:
-    """Return what the program prints. `StartError` where it fails, `NoAnswer` where it takes too long.
+    """Return what the program prints. Raises `StartError` if it fails, `NoAnswer` if it takes too long.
 
-    Once `closing` is set it gets `patience_s` at most. Then it is killed with its children: on some sites, these
-    programs are scripts.
+    Once `closing` is set it gets at most `patience_s`. A program that takes too long is killed with its children: on
+    some sites, these programs are scripts.
     """
     try:
         process = subprocess.Popen(
@@ -58,7 +58,7 @@ def ask(
                     out, err = process.communicate(given, timeout=min(_LOOK_S, wait_s) if closing else wait_s)
                     break
                 except subprocess.TimeoutExpired:
-                    given = None  # the first call has taken it
+                    given = None  # the first call has sent it
                     if time.monotonic() >= deadline:
                         seconds = time.monotonic() - began
                         raise NoAnswer(f"{command[0]} did not answer within {seconds:.1f} s") from None

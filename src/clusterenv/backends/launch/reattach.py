@@ -1,4 +1,4 @@
-"""Whether a new head can go on with the nodes of the one before it: they dial its address, with its keys."""
+"""Let a new head take over the nodes of the last one, if that is possible: they dial its address, with its keys."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from clusterenv.journal import ClusterRecord
 from clusterenv.transport.keys import KeyPair, make_keys
 
 _UNTOUCHED_S = 30.0
-"""How long the note of a head that runs may be without a touch: it touches it every 15 s."""
+"""How old the note of a running head may be: the head touches it every 15 s."""
 
 _RETURN_S = 5.0
-"""How long nodes of an earlier head are awaited after the last one has come: they dial twice a second."""
+"""How long to wait for nodes of an earlier head after the last one has joined: they dial twice a second."""
 
 
 class Identity(NamedTuple):
-    """By which nodes know their head, and it knows them."""
+    """The folder, keys and ports by which a head and its nodes recognize each other."""
 
     folder: RunFolder
     keys: KeyPair
     node_keys: list[str]
-    """Public ones, in the order of the nodes' numbers."""
+    """Public keys, in the order of the nodes' numbers."""
     pairs: list[KeyPair] | None
-    """Those of the nodes, where their key files are still to be written."""
+    """The nodes' key pairs, if their key files have yet to be written."""
     ports: Sequence[int]
     nodes: int
-    """So many take part."""
+    """Number of nodes that take part."""
 
 
 def new_identity(folder: RunFolder, ports: Sequence[int], nodes: int, most: int) -> Identity:
@@ -43,23 +43,23 @@ def new_identity(folder: RunFolder, ports: Sequence[int], nodes: int, most: int)
 
 
 def reopen(record: ClusterRecord, nodes: int, lease_s: float, journal: Path, any_owner: bool) -> Identity:
-    """Return the identity of the head that wrote this record. `nodes`: what the backend says now."""
+    """Return the identity of the head that wrote this record. `nodes`: the backend's current option."""
     note = _note(Path(record.folder))
     jobs = note["jobs"] if note is not None else {}
     folder = RunFolder(None, lease_s, any_owner, str(journal), (record.run, Path(record.folder), jobs))
     folder.find_keys(len(record.node_keys))
-    invited = record.invited if record.nodes == nodes else nodes  # as it was scaled, unless the script says another
+    invited = record.invited if record.nodes == nodes else nodes  # keep the scaled number unless `nodes` changed
     keys = KeyPair(record.public, record.secret)
     return Identity(folder, keys, list(record.node_keys), None, (record.port,), invited)
 
 
 def obstacle(record: ClusterRecord, most: int, host: str, ports: Sequence[int], address: str) -> str:
-    """Return why the nodes of the head that wrote this record cannot be gone on with; "": they can.
+    """Return why this head cannot take over the nodes of the head that wrote this record; "" if it can.
 
     Args:
-        most: how many nodes there may be.
-        host, ports: where the head is to listen; 0 is any port.
-        address: what nodes would dial, if it listened on the port of the record.
+        most: the maximum number of nodes.
+        host, ports: where this head listens; 0 is any port.
+        address: what nodes would dial if this head listened on the record's port.
     """
     folder = Path(record.folder)
     note = _note(folder)
@@ -69,16 +69,16 @@ def obstacle(record: ClusterRecord, most: int, host: str, ports: Sequence[int], 
     if away_s > note["lease_s"] + _UNTOUCHED_S:
         return f"the last head was seen {away_s:.0f} s ago, and their lease was {note['lease_s']:g} s"
     if len(record.node_keys) != most:
-        return f"there were {len(record.node_keys)} of them at most, now there are {most}"
+        return f"their maximum number was {len(record.node_keys)}, and is {most} now"
     if record.port not in ports and 0 not in ports:
-        return f"they dial port {record.port}, and port= says another"
+        return f"they dial port {record.port}, which port= does not include"
     if address != record.address:
-        return f"they dial {record.address}, and this head can be dialled at {address}"
-    return "" if _is_free(host, record.port) else f"they dial {record.address}, and that port is in use"
+        return f"they dial {record.address}, but this head can be dialled at {address}"
+    return "" if _is_free(host, record.port) else f"they dial {record.address}, but that port is in use"
 
 
 def await_return(head: Head, nodes: int) -> set[int]:
-    """Return which nodes have come back by themselves."""
+    """Wait for nodes of the earlier head to rejoin by themselves, and return those that did."""
     missing, came = set(range(nodes)), time.monotonic()
     while missing and time.monotonic() - came < _RETURN_S:
         head.pump(0.1)

@@ -1,7 +1,7 @@
-"""`Supervisor`: the one thread of a run that calls its scheduler, so that a scheduler that hangs delays nobody else.
+"""`Supervisor`: call the scheduler in one thread per run, so that a scheduler that hangs delays no other thread.
 
-The head queues which nodes it wants, and reads in `over` which nodes have ended. The backend's `contract.Jobs` start,
-watch and end nodes; only this thread calls them, so that nothing is started after `stop`.
+The head queues the nodes that it wants, and reads in `over` which nodes have ended. The backend's `contract.Jobs`
+start, watch and end nodes; only this thread calls them, so that nothing is started after `stop`.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from clusterenv.events import Event, EventLog, emit
 from clusterenv.system.teardown import OwnThread
 
 _LOOK_S = 0.5
-_AGAIN_S = 2.0  # how soon a start that failed is tried again
+_AGAIN_S = 2.0  # how soon a failed start is retried
 
-_MARGIN_S = 0.5  # `stop` waits so much longer than `Jobs.stop` may take, to get its error text
+_MARGIN_S = 0.5  # how much longer than `Jobs.stop` may take `stop` waits, to get its error text
 
 _LATE_S = 30.0
-"""How long `Jobs.stop` may take in the background, if an earlier call returned after the deadline."""
+"""How long `Jobs.stop` may take in the background if an earlier call returned after the deadline."""
 
 
 class Supervisor:
     def __init__(self, events: EventLog) -> None:
         self.over: dict[int, str] = {}
-        """Nodes whose agent has ended, and why; without those that are let go, or wanted again. Replaced, never
-        changed."""
+        """Nodes whose agent has ended, and why; excludes nodes that were let go or are wanted again. Replaced, never
+        mutated."""
         self.closing = threading.Event()
-        """Set by `stop`. Backends may watch it, to give up a call to the scheduler."""
+        """Set by `stop`. Backends may watch it, to abandon a call to the scheduler."""
         self._events = events
-        self._lock = threading.Lock()  # of `over`, which two threads replace
+        self._lock = threading.Lock()  # for `over`, which two threads replace
         self._orders: deque[tuple[int, bool]] = deque()  # node, whether it is wanted
-        self._wanted: dict[int, float] = {}  # node → when to start it at the earliest
+        self._wanted: dict[int, float] = {}  # node → the earliest time to start it
         self._let_go: set[int] = set()
-        self._started: set[int] = set()  # nodes that have a job, which may be over; not those whose job was dropped
+        self._started: set[int] = set()  # nodes that have a job, even one that has ended, unless it was dropped
         self._trouble = ""  # the last error of the scheduler, until it answers again
         self._trouble_since = 0.0
         self._thread: threading.Thread | None = None
@@ -48,12 +48,12 @@ class Supervisor:
         self._failure: BaseException | None = None  # of the first starts
         self._deadline = 0.0
         self._left = ""
-        self._is_left = False  # to another head
+        self._is_left = False  # whether the jobs are left to another head
 
     def keep(self, jobs: Jobs, nodes: int, here: Collection[int] = ()) -> None:
-        """Start so many nodes, and supervise them from now on. Raises what the backend raises in the first starts.
+        """Start `nodes` nodes, and supervise them from now on. Raises what the backend raises in the first starts.
 
-        `here`: those that an earlier head has started; they are started again where they are wanted again.
+        `here`: nodes that an earlier head started; they are started only when they are wanted again.
         """
         missing = [node for node in range(nodes) if node not in here]
         self._thread = OwnThread(functools.partial(self._run, jobs, missing), "clusterenv-supervisor")
@@ -63,22 +63,22 @@ class Supervisor:
             raise self._failure
 
     def want(self, node: int) -> None:
-        """Have this node started, for the first time or again, as soon as it has no job or its job is over.
+        """Start this node, for the first time or again, as soon as it has no job or its job has ended.
 
-        A node that is alive joins again by itself.
+        A node that is alive rejoins by itself.
         """
-        with self._lock:  # `over` is about its last job, and must not be taken for the end of the next
+        with self._lock:  # `over` describes its last job, and must not be mistaken for the end of the next
             self._orders.append((node, True))
             self.over = {other: why for other, why in self.over.items() if other != node}
 
     def let_go(self, node: int) -> None:
-        """Do not start this node again: it was told to leave."""
+        """Do not start this node again: it was asked to leave."""
         self._orders.append((node, False))
 
     def stop(self, deadline: float, is_left: bool = False) -> str:
-        """End all jobs by `deadline` (of the monotonic clock); returns why some may be left, or "". Idempotent.
+        """End all jobs by `deadline` (monotonic clock); return why some may be left, or "". Idempotent.
 
-        `is_left`: end none, because another head goes on with the nodes.
+        `is_left`: end none, because another head takes over the nodes.
         If a call to the scheduler hangs and returns later, the thread still ends the jobs while this process runs.
         """
         if self._thread is None:
@@ -101,7 +101,7 @@ class Supervisor:
         except BaseException as error:
             self._failure = error
             self._begun.set()
-            self.closing.wait()  # whoever called `keep` cleans up
+            self.closing.wait()  # the caller of `keep` cleans up
         self._begun.set()
         while not self.closing.wait(_LOOK_S):
             self._attend(jobs)
@@ -129,13 +129,13 @@ class Supervisor:
 
     def _in_trouble(self, text: str) -> None:
         if self.closing.is_set():
-            return  # `stop` tells what is left
+            return  # `stop` reports what is left
         if not self._trouble:
             self._trouble_since = time.monotonic()
         is_new = _without_numbers(text) != _without_numbers(self._trouble)
         self._trouble = text
         if is_new:
-            what = "the scheduler gives no answer, nodes that are lost meanwhile are not replaced"
+            what = "the scheduler does not answer, so lost nodes are not replaced"
             self._events.add(Event("scheduler_lost", f"{what}: {text}"))
 
     def _answered(self) -> None:
@@ -166,7 +166,7 @@ class Supervisor:
             for node, at in self._wanted.items()
             if now >= at and (node in over or node not in self._started or not is_known)
         ]
-        # Before the first start: a new agent, which joins at once, must not be taken for the one that is over.
+        # Before the first start: a new agent, which joins at once, must not be mistaken for the one that has ended.
         with self._lock:
             not_shown = {*self._let_go, *self._wanted, *(node for node, is_wanted in self._orders if is_wanted)}
             self.over = {node: why for node, why in over.items() if node not in not_shown}
@@ -175,7 +175,7 @@ class Supervisor:
                 return
             try:
                 self._start(jobs, node)
-            except Exception as error:  # a quota, rights taken away: tried again, and worth knowing
+            except Exception as error:  # a quota or revoked rights: retry, and warn the user
                 self._wanted[node] = time.monotonic() + _AGAIN_S
                 emit(logging.WARNING, f"node {node} could not be started: {_text_of(error)}")
             else:
@@ -187,5 +187,5 @@ def _text_of(error: BaseException) -> str:
 
 
 def _without_numbers(text: str) -> str:
-    """Return the text without addresses, ports and times, to see whether two errors are the same."""
+    """Return the text without addresses, ports and times, to compare two errors."""
     return re.sub(r"0x[0-9a-f]+|\d+", "", text)

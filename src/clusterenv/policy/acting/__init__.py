@@ -1,1 +1,1 @@
-"""What chooses actions."""
+"""How policies choose actions on workers."""

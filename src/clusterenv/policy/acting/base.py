@@ -1,7 +1,7 @@
-"""The contract between a policy at the head and the actor that a worker makes of it.
+"""Define the contract between a policy on the head and the actor that a worker builds from it.
 
-A `Policy` is what the user attaches. `prepare` turns it into a `Recipe`, which travels once; `weights` travel when a
-sync rule says so. On the worker, `recipe.build()` gives an `Actor`: weights in, `forward` passes out.
+The user attaches a `Policy`. `prepare` turns it into a `Recipe`, which is sent once; `weights` are sent when a sync
+rule decides so. On the worker, `recipe.build()` returns an `Actor`, which loads weights and runs forward passes.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from clusterenv.rollout import map_arrays
 __all__ = ["Actor", "PAD", "Policy", "Prepared", "Recipe", "num_rows", "pad_rows"]
 
 PAD = 16
-"""Batches are padded to a multiple of this: at smaller sizes BLAS rounds by the size, and actions would depend on
-how slots are spread over workers."""
+"""Batches are padded to a multiple of this. In smaller batches BLAS results depend on the batch size, so actions would
+depend on how slots are spread over workers."""
 
 
 class Actor(Protocol):
-    """Acts on a worker; has no randomness of its own."""
+    """Runs a policy's forward passes on a worker; draws no random numbers."""
 
     def load(self, weights: Weights) -> None: ...
 
     def forward(self, obs: Any, state: Any, starts: Any) -> tuple[Any, Any]:
-        """Parameters of the family [B, P] float32, and the next recurrent state (None: not recurrent)."""
+        """Return the family's parameters [B, P] float32 and the next recurrent state (None: not recurrent)."""
 
     def initial_state(self, rows: int) -> Any: ...
 
     def like_state(self, state: Any) -> Any:
-        """A state that came as numpy arrays, as `forward` takes it."""
+        """Convert a state of numpy arrays to the form that `forward` takes."""
 
 
 class Recipe(Protocol):
@@ -46,37 +46,37 @@ class Prepared(NamedTuple):
     recipe: Recipe
     family: Family
     mask: str | None
-    """Where action masks are: a key of the observation, or of the infos."""
+    """Key of the observation or of the infos that holds action masks."""
     description: str
-    """Which shape was recognised, for the log."""
+    """The recognised shape, for the log."""
     is_recurrent: bool = False
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """What can be attached to environments."""
+    """A policy that can be attached to environments."""
 
     def prepare(self, observation_space: Space[Any], action_space: Space[Any]) -> Prepared: ...
 
     def weights(self) -> Weights:
-        """The arrays that acting needs, as they are now."""
+        """Return the current values of the arrays that acting needs."""
 
     def token(self) -> Any:
-        """Equal tokens mean that the weights surely have not changed; None where only their content can tell."""
+        """Return a token that is equal only while the weights are unchanged; None if only their content can tell."""
 
     def knobs(self) -> dict[str, Any]:
-        """Scalars of acting that may change at any time (epsilon, noise): a number, or one per slot; absent means 0."""
+        """Return scalars that may change at any time (epsilon, noise): a number or one per slot; absent means 0."""
 
 
 def num_rows(obs: Any) -> int:
-    """Return how many rows batched observations have."""
+    """Return the number of rows of batched observations."""
     while isinstance(obs, (dict, tuple)):
         obs = next(iter(obs.values() if isinstance(obs, dict) else obs))
     return len(obs)
 
 
 def pad_rows(obs: Any, rows: int) -> Any:
-    """`obs` [B, ...] with zero rows added, up to a multiple of PAD."""
+    """Pad `obs` [B, ...] with zero rows to a multiple of PAD."""
     missing = -rows % PAD
     if not missing:
         return obs

@@ -1,7 +1,7 @@
-"""Distributions over actions, in numpy, as a worker needs them: noise in, actions and log-probabilities out.
+"""Distributions over actions, in numpy, for workers: noise in, actions and log-probabilities out.
 
-A policy's forward pass gives one float32 array `params [B, P]` per step; its family says what the numbers mean. Pure:
-randomness enters as `noise [B, noise_size]`, so that what a slot does depends on its own random stream alone.
+A policy's forward pass gives one float32 array `params [B, P]` per step, which its family interprets. Pure: randomness
+enters as `noise [B, noise_size]`, so that a slot's actions depend only on that slot's random stream.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
 class Family(Protocol):
-    """What the numbers of a forward pass mean."""
+    """A kind of distribution; interprets the numbers of a forward pass."""
 
     name: str
     num_params: int
@@ -30,13 +30,13 @@ class Family(Protocol):
     noise_size: int
 
     def choose(self, params: Any, noise: Any, knobs: dict[str, Any]) -> tuple[Any, Any]:
-        """Actions [B, ...] as the learner gets them, and as the environments get them (clipped to their space)."""
+        """Return actions [B, ...] for the learner, and for the environments (clipped to their space)."""
 
     def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
-        """Log-probabilities [B] float32 of actions that `choose` made of this noise; for many steps at once."""
+        """Return log-probabilities [B] float32 of actions that `choose` made from this noise; B may span many steps."""
 
     def mode(self, params: Any) -> Any:
-        """The greedy action [B, ...], as the environments get it."""
+        """Return the greedy actions [B, ...] for the environments."""
 
 
 def log_softmax(logits: Any) -> Any:
@@ -45,7 +45,7 @@ def log_softmax(logits: Any) -> Any:
 
 
 class _OneOf:
-    """A family over a Discrete space with one number for each action, of which the largest is the best."""
+    """A family over a Discrete space with one number per action; the largest is the best."""
 
     def __init__(self, space: spaces.Discrete) -> None:
         self.num_params = int(space.n)
@@ -160,7 +160,7 @@ class _Gaussian(_Continuous):
 class Normal(_Gaussian):
     """Independent normals.
 
-    The environment gets the action clipped to its space; the batch keeps it as sampled, so that its log-probability is
+    The environment gets the action clipped to its space; the batch keeps the sample, so that its log-probability is
     that of the normal.
     """
 
@@ -197,9 +197,9 @@ class TanhNormal(_Gaussian):
         return actions, actions
 
     def score(self, params: Any, noise: Any, actions: Any, knobs: dict[str, Any]) -> Any:
-        # From the noise, not the action: near the edge a float32 action does not say what it was before the squash.
+        # From the noise, not the action: near the bounds a float32 action cannot be inverted to its value before tanh.
         before, log_std = self._sample(params, noise), params[:, self._size :]
-        # log(1 - tanh(x)^2), written so that it stays exact far out
+        # log(1 - tanh(x)^2), in a form that stays exact for large |x|
         squash = 2.0 * (math.log(2.0) - before - np.logaddexp(0.0, -2.0 * before))
         inside = -0.5 * noise * noise - log_std - _HALF_LOG_2PI - squash - np.log(self._scale)
         return inside.sum(axis=1).astype(np.float32)
@@ -212,7 +212,7 @@ class Deterministic(_Continuous):
     """An action plus normal noise, clipped to the space (DDPG, TD3); params are the action [B, d].
 
     `knobs["noise"]` is the noise's standard deviation, for all slots or for each. The log-probability is that of the
-    noise before the clip; 0 where there is none.
+    noise before the clip; 0 without noise.
     """
 
     name = "deterministic"
@@ -246,7 +246,7 @@ class EpsilonGreedy(_OneOf):
         epsilon = _column(knobs.get("epsilon", 0.0), len(params))[:, 0]
         allowed = params > _NEVER
         counts = allowed.sum(axis=1)
-        # The j-th allowed action, j uniform.
+        # Choose the j-th allowed action, j uniform.
         j = np.minimum((noise[:, 1] * counts).astype(np.int64), counts - 1)
         anything = (allowed.cumsum(axis=1) == (j + 1)[:, None]).argmax(axis=1)
         chosen = np.where(noise[:, 0] < epsilon, anything, params.argmax(axis=1))
@@ -257,12 +257,12 @@ class EpsilonGreedy(_OneOf):
         epsilon = _column(knobs.get("epsilon", 0.0), len(params))[:, 0]
         counts = (params > _NEVER).sum(axis=1)
         greedy = params.argmax(axis=1) == np.asarray(actions) - self._start
-        with np.errstate(divide="ignore"):  # an action that this policy never takes has log-probability -inf
+        with np.errstate(divide="ignore"):  # the log-probability of an action with probability 0 is -inf
             return np.log(epsilon / counts + (1.0 - epsilon) * greedy).astype(np.float32)
 
 
 class Uniform:
-    """Any action of the space, alike (Box: within its bounds, which must be finite); params are empty [B, 0]."""
+    """Uniform over the action space (a Box must have finite bounds); params are empty [B, 0]."""
 
     name = "uniform"
     noise: Noise = "uniform"
@@ -301,18 +301,18 @@ class Uniform:
 
 
 def _column(value: Any, rows: int) -> Any:
-    """A number for all rows, or one for each slot (whose rows follow each other, step by step), as [B, 1]."""
+    """Return `value` as [B, 1]: one number for all rows, or one per slot, repeated for each step."""
     column = np.asarray(value, dtype=np.float32).reshape(-1, 1)
     return np.broadcast_to(column, (rows, 1)) if len(column) in (1, rows) else np.tile(column, (rows // len(column), 1))
 
 
 def mask_logits(params: Any, mask: Any) -> Any:
-    """Rule out actions whose mask is False (or 0)."""
+    """Exclude actions whose mask is False (or 0)."""
     return np.where(np.asarray(mask, dtype=np.bool_), params, _NEVER)
 
 
 def stack_masks(masks: Sequence[Any], size: int) -> Any:
-    """Return the masks of several environments as bools [B, size]; one that gave none (None) allows everything."""
+    """Return the masks of several environments as bools [B, size]; None allows every action."""
     everything = np.ones(size, dtype=np.bool_)
     rows = [everything if mask is None else np.asarray(mask, dtype=np.bool_).reshape(-1) for mask in masks]
     other = set(map(len, rows)) - {size}
@@ -333,7 +333,7 @@ _NAMED: dict[str, tuple[type, Any]] = {
 
 
 def family_for(name: str, action_space: Space[Any]) -> Family:
-    """The family of this name over this action space; PolicyError where they do not fit."""
+    """Return the family of this name over this action space; raise PolicyError if they do not fit."""
     if name == "categorical" and isinstance(action_space, spaces.MultiDiscrete):
         name = "multi-categorical"
     if name not in _NAMED:

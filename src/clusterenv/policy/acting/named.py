@@ -1,7 +1,7 @@
-"""A policy that travels as a name: for nodes that take no pickled code.
+"""Send a policy by name, for nodes that accept no pickled code.
 
-The node imports the class, makes one with plain arguments, and finds out by itself how it acts; weights follow as
-arrays. Only classes that are policies are made: anything else that can be imported could be asked to do anything.
+The node imports the class, instantiates it with plain arguments, and prepares it itself; weights follow as arrays.
+Only policy classes are instantiated: calling an arbitrary importable object could do anything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Named", "class_at", "named", "prepare_named"]
 
 
 class Named(NamedTuple):
-    """A policy class that the node can import, and how to make one."""
+    """A policy class that the node can import, and its arguments."""
 
     path: str
     """`package.module:Class`"""
@@ -29,7 +29,7 @@ class Named(NamedTuple):
 
 
 def named(policy: Policy) -> Named:
-    """How to say this policy to a node; PolicyError where that takes code."""
+    """Return the name and arguments of this policy; raise PolicyError if it can only be sent as code."""
     describe = getattr(policy, "describe", None)
     if describe is None:
         raise PolicyError(
@@ -42,7 +42,7 @@ def named(policy: Policy) -> Named:
 
 
 def class_at(path: str) -> type:
-    """The policy class of this name."""
+    """Import the policy class at this path."""
     module, _, name = path.partition(":")
     try:
         found: Any = getattr(importlib.import_module(module), name)

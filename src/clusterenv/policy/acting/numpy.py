@@ -23,7 +23,7 @@ __all__ = ["NumpyPolicy", "RandomPolicy"]
 class NumpyPolicy:
     """A policy as a plain function `forward(weights, obs) -> parameters [B, P]` of a named distribution.
 
-    Change `values` in place or replace them: the next rollout hands over what it is then.
+    Change `values` in place or replace them: the next rollout sends the current ones.
 
     Example:
         >>> import numpy as np, clusterenv as ce
@@ -59,7 +59,7 @@ class NumpyPolicy:
 
 
 class _NumpyActor:
-    """Recipe and actor in one: it travels before it has weights."""
+    """Both recipe and actor: it is sent before it has weights."""
 
     def __init__(self, forward: Callable[[Weights, Any], Any]) -> None:
         self._forward = forward
@@ -85,7 +85,7 @@ class _NumpyActor:
 
 
 class RandomPolicy:
-    """Actions drawn evenly from the action space.
+    """Actions drawn uniformly from the action space.
 
     Example:
         >>> import clusterenv as ce

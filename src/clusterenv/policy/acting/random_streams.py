@@ -1,4 +1,4 @@
-"""Random numbers of each slot's own: what a slot samples does not depend on which worker runs it, or beside whom."""
+"""Random streams per slot: a slot's samples do not depend on which worker runs it or on that worker's other slots."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _DRIFT = _POLICY + 1
 
 
 class Streams:
-    """Generators of each slot, begun anew with each incarnation."""
+    """Generators per slot, seeded again for each incarnation."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._generators: dict[tuple[int, int], tuple[int, np.random.Generator]] = {}
 
     def draw(self, slots: list[int], incarnations: list[int], steps: int, kind: Noise, size: int) -> Any:
-        """Noise [steps, len(slots), size], float32: the next of each slot's stream."""
+        """Return noise [steps, len(slots), size], float32: the next numbers of each slot's stream."""
         block = np.empty((steps, len(slots), size), dtype=np.float32)
         for k, (slot, incarnation) in enumerate(zip(slots, incarnations, strict=True)):
             generator = self._generator(_POLICY, slot, incarnation)
@@ -39,7 +39,7 @@ class Streams:
         return block
 
     def pick(self, slots: list[int], incarnations: list[int], steps: int, share: int) -> list[tuple[int, int]]:
-        """(t, column) of states to sample for drift: one in `share` of each slot's, at least one; ascending by t."""
+        """Return (t, column) of states to sample for drift, by t: one in `share` of each slot's, at least one."""
         picked = []
         for k, (slot, incarnation) in enumerate(zip(slots, incarnations, strict=True)):
             times = self._generator(_DRIFT, slot, incarnation).choice(steps, size=max(1, steps // share), replace=False)

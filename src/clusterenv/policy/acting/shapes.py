@@ -1,4 +1,4 @@
-"""Known shapes of torch policies: how to get from a module to the numbers of its distribution without building one.
+"""Known shapes of torch policies: compute a distribution's parameters from a module without building the distribution.
 
 `candidates(module, ...)` lists the shapes that a module might have, likeliest first; `TorchPolicy` takes the first
 whose log-probability agrees with the module's own. Functions here run on workers, once per step.
@@ -94,7 +94,7 @@ def candidates(module: Any, action_space: Space[Any]) -> list[Shape]:
 
 
 def example_for(action_space: Space[Any]) -> str:
-    """Return what a `dist` function could return for this action space, as code to start from."""
+    """Return example code for the value of a `dist` function over this action space."""
     if isinstance(action_space, spaces.Box):
         return "torch.distributions.Normal(module(obs), 0.5)"
     if isinstance(action_space, spaces.MultiBinary):
@@ -106,14 +106,14 @@ def example_for(action_space: Space[Any]) -> str:
 
 
 def pack(output: Any) -> Any:
-    """What a shape returned, as one tensor [B, P]."""
+    """Return the output of a shape's forward pass as one tensor [B, P]."""
     if isinstance(output, tuple):
         return torch.cat([part.reshape(len(part), -1) for part in output], dim=1)
     return output.reshape(len(output), -1)
 
 
 def from_distribution(dist: Any) -> tuple[str, Any]:
-    """(family, tensor [B, P]) of what a user's `dist` returned; TypeError where the kind is not known."""
+    """Return (family, tensor [B, P]) for the result of a user's `dist`; raise TypeError if its kind is unknown."""
     d = torch.distributions
     if isinstance(dist, (tuple, list)) and dist and all(isinstance(part, d.Categorical) for part in dist):
         return "multi-categorical", torch.cat([part.logits for part in dist], dim=1)

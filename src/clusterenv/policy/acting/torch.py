@@ -1,6 +1,6 @@
-"""`TorchPolicy`: a torch module acts on the workers' CPUs, in eval mode, while the head's own stays where it is.
+"""`TorchPolicy`: run copies of a torch module on the workers' CPUs, in eval mode; the head's module stays untouched.
 
-The module's structure travels once, its acting weights with each version. Nothing here is imported before a torch
+The module's structure is sent once, its acting weights with each version. This file is imported only when a torch
 module is attached.
 """
 
@@ -41,14 +41,14 @@ class TorchPolicy:
             and "tanh-normal" (mean, log_std), "deterministic" (the action), "epsilon-greedy" (Q-values).
             None: the shapes of CleanRL's and Stable-Baselines3's agents are recognised, and checked against the
             module's own log-probability.
-        acting: prefixes of the `state_dict` that acting needs; the rest never travels. None: all of it, or what is
-            known of a recognised shape.
-        initial_state: recurrent policies: `initial_state(rows)` gives the state before anything was seen, a (nested
-            tuple of) tensor [rows, ...]. Where `episode_start` is 1, `dist` itself goes back to it.
-        action_mask: key of the observation, or of the infos, under which the allowed actions are.
-        made_by: for nodes that take no pickled code (`allow_pickle=False`): how they make such a module themselves, as
-            `("package.module:Class", {arguments})`. `dist` is then None or a name.
-        epsilon, noise: for "epsilon-greedy" and "deterministic"; a number, or one per slot. May be changed any time.
+        acting: prefixes of the `state_dict` that acting needs; the rest is never sent. None: all of it, or the
+            prefixes that a recognised shape is known to need.
+        initial_state: recurrent policies: `initial_state(rows)` returns the state before the first observation, a
+            (nested tuple of) tensor [rows, ...]. `dist` must reset the state itself where `episode_start` is 1.
+        action_mask: key of the observation, or of the infos, that holds the allowed actions.
+        made_by: for nodes that accept no pickled code (`allow_pickle=False`): how they construct the module
+            themselves, as `("package.module:Class", {arguments})`. `dist` must then be None or a name.
+        epsilon, noise: for "epsilon-greedy" and "deterministic"; a number, or one per slot. May change at any time.
 
     Observations arrive as tensors [B, ...]: floats and 8-bit images as float32, other integers as they are.
 
@@ -92,7 +92,7 @@ class TorchPolicy:
         self._mask = action_mask
         self._made_by = made_by
 
-    # -- what the collector asks ------------------------------------------------------------------------------
+    # -- called by the collector ------------------------------------------------------------------------------
 
     def prepare(self, observation_space: Space[Any], action_space: Space[Any]) -> Prepared:
         clone = _snapshot(self.module)
@@ -115,7 +115,7 @@ class TorchPolicy:
         state = self.module.state_dict(keep_vars=True)
         missing = [name for name in self._travels if name not in state]
         if missing:
-            raise PolicyError(f"the module has no {missing} any more: its architecture changed; make a new collector")
+            raise PolicyError(f"the module no longer has {missing}: its architecture changed; make a new collector")
         try:
             return {name: state[name].detach().cpu().numpy() for name in self._travels}
         except TypeError as error:  # bfloat16, sparse, quantised
@@ -152,7 +152,7 @@ class TorchPolicy:
         if recurrent != (len(inspect.signature(self._dist).parameters) >= 4):
             raise PolicyError(
                 "a recurrent policy needs both initial_state=... and dist(module, obs, state, episode_start); "
-                "others have dist(module, obs)"
+                "other policies need dist(module, obs)"
             )
         forward = FromDist(self._dist)
         try:
@@ -183,7 +183,7 @@ class TorchPolicy:
         return chosen
 
     def _verify_acting(self, clone: Any, forward: Forward, obs: Any) -> None:
-        """What does not travel must not matter: poison it, and see whether acting notices."""
+        """Raise if acting depends on weights that are not sent: NaN in them must not change the output."""
         left_out = [name for name in clone.state_dict() if name not in self._travels]
         if not left_out:
             return
@@ -206,7 +206,7 @@ def _recognise(clone: Any, obs: Any, action_space: Space[Any]) -> tuple[Forward,
             params = _run(shape.forward, clone, obs)
             _check_params(params, family, shape.name)
             difference = _difference(shape.own_logprob, clone, obs, family, params)
-        except Exception as error:  # a shape that does not fit fails in whatever way the module's code fails
+        except Exception as error:  # a shape that does not fit may fail anywhere in the module's code
             tried.append(f"{shape.name}: {type(error).__name__}: {error}")
             continue
         if difference <= _TOLERANCE:
@@ -252,7 +252,7 @@ def _check_state(leaf: Any) -> None:
     if leaf.shape[:1] != (PAD,):
         raise PolicyError(
             f"initial_state({PAD}) gave a tensor of shape {tuple(leaf.shape)}: its first axis must be the rows, "
-            "[rows, ...]; turn it around inside dist where the module wants [layers, rows, ...]"
+            "[rows, ...]; transpose it inside dist if the module takes [layers, rows, ...]"
         )
 
 
@@ -268,7 +268,7 @@ def _snapshot(module: Any) -> Any:
 
 
 def _sample(space: Space[Any]) -> Any:
-    """PAD observations of the space, batched, the same at every call."""
+    """Return a batch of PAD observations of the space, the same at every call."""
     own = copy.deepcopy(space)
     own.seed(0)
     return map_arrays(lambda *values: np.stack(values), *(own.sample() for _ in range(PAD)))

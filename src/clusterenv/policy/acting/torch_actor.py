@@ -1,6 +1,6 @@
-"""A torch module as it acts on a worker's CPU: made there from its structure, filled with each version's weights.
+"""Run a torch module on a worker's CPU: build it from its structure and load each version's weights.
 
-`TorchPolicy` makes a `TorchRecipe` at the head; it travels once, without weights, and builds a `TorchActor` there.
+`TorchPolicy` makes a `TorchRecipe` on the head; it is sent once, without weights, and builds a `TorchActor`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TorchActor:
                 state[name].copy_(torch.from_numpy(np.array(array)))
 
     def forward(self, obs: Any, state: Any, starts: Any) -> tuple[Any, Any]:
-        # Nothing here wants gradients (`_snapshot`), so no graph is built; entering inference mode would cost more.
+        # No parameter requires gradients (`_snapshot`), so no graph is built; entering inference mode would cost more.
         tensors = to_tensor(obs) if obs.__class__ is np.ndarray else map_arrays(to_tensor, obs)
         if self._state_fn is None:
             params = self._forward(self._module, tensors)
@@ -71,7 +71,7 @@ class TorchActor:
 
 
 class FromDist:
-    """A user's `dist` as a forward pass."""
+    """Wraps a user's `dist` as a forward pass."""
 
     def __init__(self, dist: Forward) -> None:
         self._dist = dist
@@ -84,7 +84,7 @@ class FromDist:
 
 
 def _call_layers_directly(module: Any) -> None:
-    """In plain sequences, skip what `Module.__call__` does for hooks: a fifth of a small network's forward pass."""
+    """Skip the hook handling of `Module.__call__` in plain `Sequential`s: a fifth of a small network's forward pass."""
     for sequence in module.modules():
         if type(sequence) is torch.nn.Sequential and not any(
             layer._forward_hooks or layer._forward_pre_hooks for layer in sequence
@@ -103,21 +103,21 @@ class _Chain:
 
 
 def hollow(module: Any) -> Any:
-    """The module without its weights: they travel with each version, and once per machine, not with every worker."""
+    """Remove the weights from the module: they are sent with each version, once per machine and not to each worker."""
     _replace_tensors(module, lambda tensor: tensor.to("meta"))
     return module
 
 
 def _fill(module: Any) -> None:
     def zeros(tensor: Any) -> Any:
-        # Not zeros_like: of a meta tensor it imports sympy, half a second for each worker.
+        # Not zeros_like: on a meta tensor it imports sympy, half a second for each worker.
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
 
     _replace_tensors(module, zeros)
 
 
 def _replace_tensors(module: Any, replacement: Callable[[Any], Any]) -> None:
-    """Replace what the `state_dict` holds. Tensors that parts of the module share stay shared."""
+    """Replace the tensors of the `state_dict`. Tensors that parts of the module share stay shared."""
     made: dict[int, Any] = {}
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
@@ -126,7 +126,7 @@ def _replace_tensors(module: Any, replacement: Callable[[Any], Any]) -> None:
                     if id(tensor) not in made:
                         new = replacement(tensor)
                         new = torch.nn.Parameter(new, False) if tensors is part._parameters else new
-                        made[id(tensor)] = (tensor, new)  # the old one is kept, so that its id stays its own
+                        made[id(tensor)] = (tensor, new)  # keeps the old one alive, so that its id is not reused
                     tensors[name] = made[id(tensor)][1]
 
 

@@ -1,1 +1,1 @@
-"""When weights travel."""
+"""When newer weights are sent to a machine: rules, drift and versions."""

@@ -1,7 +1,7 @@
-"""How far two policies are apart in a state, from the numbers of their distributions. Pure numpy, float64 inside.
+"""Measure how far two policies are apart in a state, from the parameters of their distributions. Numpy, in float64.
 
-`divergence(family)(old, new, knobs)` gives one number per row, where rows are parameters as `distributions` lays them
-out: KL(old || new) for distributions, and a similar measure for other policies. 0 for equal rows, never negative.
+`divergence(family)(old, new, knobs)` returns one number per row of parameters (laid out as in `distributions`):
+KL(old || new) for distributions, and a similar measure for other policies. 0 for equal rows, never negative.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_kl(family: Family) -> bool:
 
 
 def divergence(family: Family) -> Divergence:
-    """Return how to measure it for this family."""
+    """Return the divergence function of this family."""
     if isinstance(family, MultiCategorical):
         parts = family.parts
         return lambda old, new, knobs: np.sum([_categorical(old[:, p], new[:, p], knobs) for p in parts], axis=0)
@@ -56,7 +56,7 @@ def _normal(old: Any, new: Any, knobs: dict[str, Any]) -> Any:
 
 
 def _deterministic(old: Any, new: Any, knobs: dict[str, Any]) -> Any:
-    """The KL of the exploring policies: half the squared distance of actions over the noise (over 1 without any)."""
+    """Return the KL of the exploring policies: half the squared distance of actions over the noise (over 1 if none)."""
     noise = np.asarray(knobs.get("noise", 0.0), np.float64).mean()
     sigma = noise if noise > 0 else 1.0
     gap = (np.asarray(old, np.float64) - np.asarray(new, np.float64)) / sigma
@@ -64,7 +64,7 @@ def _deterministic(old: Any, new: Any, knobs: dict[str, Any]) -> Any:
 
 
 def _greedy(old: Any, new: Any, knobs: dict[str, Any]) -> Any:
-    """Total variation: (1 - epsilon) where the greedy action changed."""
+    """Return the total variation: (1 - epsilon) where the greedy action changed."""
     epsilon = float(np.asarray(knobs.get("epsilon", 0.0), np.float64).mean())
     return (1.0 - epsilon) * (np.argmax(old, axis=1) != np.argmax(new, axis=1))
 

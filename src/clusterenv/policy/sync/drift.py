@@ -1,7 +1,7 @@
-"""The drift table: how far each live version is from the newest, measured on states that it really visited.
+"""Estimate how far each version in use is from the newest, on states that it visited.
 
-Fragments bring samples (a few of their states, with the numbers that the acting policy gave for them); the newest
-policy is run on them when somebody asks. Bounded: a reservoir of states per version, and only versions that are in use.
+Fragments bring samples: a few of their states, with the parameters that the acting policy gave for them. The newest
+policy is run on them when an estimate is requested. Memory is bounded: one reservoir of states per version in use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CAPACITY = 512
 
 
 def sample_every(states: int) -> int:
-    """One in how many states of a rollout is sampled: one in 64, but about 64 of all at least, 1024 at most.
+    """Return n such that one in n states of a rollout is sampled: 64, but at least about 64 and at most 1024 in all.
 
     >>> sample_every(16 * 8), sample_every(128 * 64), sample_every(1024 * 256)
     (2, 64, 256)
@@ -57,12 +57,12 @@ class _Reservoir:
 
 
 class DriftTable:
-    """Reservoirs per version, and estimates against the newest.
+    """Keeps a reservoir per version, and estimates each version's drift from the newest.
 
     Args:
         forward: (obs [n, ...]) → parameters [n, P] of the newest policy.
-        forward_of: (version, obs) → the same of an older one that nobody has acted with yet; None where its weights
-            are not known any more.
+        forward_of: (version, obs) → the same for an older version that has no samples yet; None if its weights are no
+            longer known.
     """
 
     def __init__(
@@ -88,22 +88,22 @@ class DriftTable:
             self._begin = None
 
     def add_begin(self, obs: Any) -> None:
-        """Set initial states of episodes, [m, ...], to measure on before anybody has acted."""
+        """Set initial states of episodes, [m, ...], to measure on before any worker has acted."""
         self._begin = obs
 
     def clear(self) -> None:
-        """Forget everything: from now on the same numbers stand for other versions."""
+        """Forget everything, because version numbers are about to be reused for other weights."""
         self._reservoirs, self._known, self._asked_at, self._begin = {}, {}, -1, None
 
     def keep(self, versions: set[int]) -> None:
-        """Forget versions that nobody has any more; the newest sampled one stays, for those not sampled yet."""
+        """Forget other versions, except the newest sampled one, which serves versions without samples."""
         newest = max(self._reservoirs, default=None)
         for version in list(self._reservoirs):
             if version not in versions and version != newest:
                 del self._reservoirs[version]
 
     def drift(self, version: int, latest: int, knobs: dict[str, Any]) -> Drift | None:
-        """Return how far `version` is from `latest`, which `forward` runs; None where no state is known."""
+        """Return the drift of `version` from `latest`, which `forward` runs; None if no state is known."""
         if version == latest:
             return Drift(0.0, 0.0, 0)
         if latest != self._asked_at:
@@ -116,9 +116,9 @@ class DriftTable:
         return self._known[version]
 
     def distance(self, version: int, forward: Callable[[Any], Any], knobs: dict[str, Any]) -> Drift | None:
-        """Return how far another policy is from the newest; None where no state is known.
+        """Return how far another policy is from the newest; None if no state is known.
 
-        Measured on states that `version` visited, or on initial states before anybody has acted.
+        Measured on states that `version` visited, or on initial states before any worker has acted.
         """
         reservoir = self._reservoirs.get(version)
         obs = self._begin if reservoir is None else _stack(reservoir.obs)

@@ -1,6 +1,6 @@
-"""Which weights travel to a machine, and in which form: the rule, the codec and the policy's versions. No I/O.
+"""Decide which weights a machine gets, and in which form, from the rule, the codec and the policy's versions. No I/O.
 
-Called by `Synchronization` for each machine that something is asked of, with what the weight ledger knows of it.
+Called by `Synchronization` for each machine that gets a request, with the weight ledger's facts about that machine.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class Acting(Protocol):
 
 
 class Pulled(NamedTuple):
-    """What a machine gets."""
+    """Weights for a machine."""
 
     version: int
     data: bytes
-    """What its workers load: near to that version where they travel packed."""
+    """The weights that its workers load; only close to that version if they are sent packed."""
     form: str = "fp32"
     packed: bytes | None = None
-    """What travels, if not `data` as it is."""
+    """The bytes that are sent, if not `data` itself."""
     left: Drift | None = Drift(0.0, 0.0, 0)
     """How far `data` is from that version; None: not measured."""
 
 
 class Exchange:
-    """The versions of one policy, and the rule by which machines get them."""
+    """Holds the versions of one policy, and applies the rule that decides when machines get them."""
 
     def __init__(self, policy: Policy, recipe: bytes, family: Family, rule: Rule, codec: Codec = "fp32") -> None:
         if codec not in CODECS:
@@ -53,7 +53,7 @@ class Exchange:
         self.codec = codec
         self.publisher = Publisher(policy, recipe, family)
         self._policy = policy
-        self._packed: dict[str, Pulled] = {}  # by what a machine holds: those that hold the same share it
+        self._packed: dict[str, Pulled] = {}  # by digest of the held weights: machines that hold the same share it
         self._packed_for = -1
 
     @property
@@ -62,18 +62,18 @@ class Exchange:
 
     @property
     def keeps(self) -> bool:
-        """Nodes are to keep what they get: later weights come as steps from it."""
+        """Return whether nodes must keep the weights they get, because later ones come as steps from them."""
         return self.codec == "auto" or takes_steps(self.codec)
 
     def stand(self, acting: Acting | None, fragments: int) -> Standing:
-        """Return how what a machine acts with stands to the newest; `fragments`: how many it has acted with it."""
+        """Compare a machine's weights with the newest; `fragments`: the number that it has acted with them."""
         if acting is None:
             return Standing(-1, self.publisher.version, None, None)
         mean, se = self.drift_of(acting, acting.version)
         return Standing(acting.version, self.publisher.version, mean, se, fragments)
 
     def drift_of(self, acting: Acting | None, version: int) -> tuple[float, float] | tuple[None, None]:
-        """Return mean and standard error, of a version that this machine acts or acted with from the newest."""
+        """Return mean and standard error of the drift of a version that this machine acts or acted with."""
         if acting is not None and self.publisher.snapshot() == version == acting.version:
             drift = acting.left
         else:
@@ -81,13 +81,13 @@ class Exchange:
         return (None, None) if drift is None else (drift.mean, drift.se)
 
     def consider(self, node: int, standing: Standing, max_lag: int | None = None) -> Decision:
-        """Return whether the machine pulls, now that it gets a request; more than `max_lag` behind it does anyway."""
+        """Decide whether the machine pulls before its next request; more than `max_lag` behind, it always does."""
         if max_lag is not None and standing.lag > max_lag:
             return Decision(True, f"{standing.lag} versions behind, max_staleness={max_lag}")
         return decide(self.rule, standing)
 
     def pull(self, held: Acting | None) -> Pulled:
-        """Return the newest version in the smallest form that will do for a machine that holds `held`."""
+        """Return the newest version in the smallest form that is accurate enough for a machine that holds `held`."""
         version = self.publisher.snapshot()
         if self.codec == "fp32":
             return Pulled(version, self.publisher.data)
@@ -111,7 +111,7 @@ class Exchange:
                 continue
             visited = -1 if held is None else held.version
             left = self.publisher.distance(packed.weights, visited, self._policy.knobs())
-            # At most a quarter of the drift that the rule puts up with.
+            # Packing may use up at most a quarter of the drift that the rule tolerates.
             if left is not None and left.mean + rule.z * left.se <= rule.delta / 4:
                 return Pulled(version, packed.weights, name, packed.data, left)
         return whole

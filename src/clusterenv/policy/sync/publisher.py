@@ -1,6 +1,6 @@
-"""The policy's versions at the head: which is newest, its weights, and how far older ones have drifted from it.
+"""Number the policy's versions on the head: the newest one, its weights, and the drift of older ones from it.
 
-`publish` is cheap and may be called after each gradient step: weights are copied out only when somebody is to get them.
+`publish` is cheap and may be called after each gradient step: weights are copied only when a machine is to get them.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Publisher:
         self._token: Any = None
         self._digest = ""
         self._of_data = -1  # version of `data`
-        self._is_behind = True  # that is an older one
+        self._is_behind = True  # `data` may be older than `version`
         self.weights_of: Callable[[int], bytes | None] = lambda version: None
-        """Returns the weights of a version that machines act with; None where none does."""
+        """Returns the weights of a version that machines act with; None if none does."""
         self._probe: Actor | None = None
-        self._loaded: bytes | None = None  # weights that the probe has; a version's may differ from node to node
+        self._loaded: bytes | None = None  # the probe's weights; those of one version may differ between nodes
         self._table = DriftTable(divergence(family), self._forward_newest, self._forward_of)
 
     # -- versions ---------------------------------------------------------------------------------------------
 
     def publish(self) -> int:
-        """The agent's weights, if they may have changed, are the newest version from now on; returns its number."""
+        """Begin a new version if the agent's weights may have changed; return the number of the newest."""
         token = self._policy.token()
         if self.version < 0 or token is None or token != self._token:
             self._token = token
@@ -56,7 +56,7 @@ class Publisher:
         return self.version
 
     def snapshot(self) -> int:
-        """Copy the newest version's weights out; unchanged content is no new version."""
+        """Copy the newest version's weights; if the content is unchanged, go back to the previous version's number."""
         if self._is_behind:
             data = codec.encode(self._policy.weights())
             name = codec.digest(data)
@@ -68,7 +68,7 @@ class Publisher:
         return self.version
 
     def resume(self, version: int) -> None:
-        """Versions of an earlier run go before those of this one."""
+        """Continue the version numbers of an earlier run after `version`."""
         self.version = version
         self._token, self._digest, self._is_behind = None, "", True
         self._table.clear()
@@ -80,16 +80,16 @@ class Publisher:
         self._table.add(version, obs, params)
 
     def note_begin(self, obs: Any) -> None:
-        """Set initial states of episodes, to measure on before anybody has acted."""
+        """Set initial states of episodes, to measure on before any worker has acted."""
         self._table.add_begin({"obs": obs})
 
     def drift(self, version: int, knobs: dict[str, Any]) -> Drift | None:
-        """Return how far `version` is from the newest; None where no state is known."""
+        """Return how far `version` is from the newest; None if no state is known."""
         self.snapshot()
         return self._table.drift(version, self.version, knobs)
 
     def distance(self, weights: bytes, version: int, knobs: dict[str, Any]) -> Drift | None:
-        """Return how far these weights are from the newest on states that `version` visited; None: none is known."""
+        """Return how far these weights are from the newest, on states that `version` visited; None if none is known."""
         self.snapshot()
         return self._table.distance(version, lambda rows: self._run(weights, rows), knobs)
 
@@ -106,7 +106,7 @@ class Publisher:
 
     def _run(self, data: bytes, rows: Any) -> Any:
         if self._probe is None:
-            self._probe = pickle.loads(self._recipe).build()  # a copy of its own: the learner's module is not touched
+            self._probe = pickle.loads(self._recipe).build()  # a separate copy: the learner's module is not touched
         actor: Actor = self._probe
         if self._loaded is not data:
             actor.load(codec.decode(data))
@@ -122,7 +122,7 @@ def _forward(actor: Actor, obs: Any) -> Any:
 
 
 def _replay(actor: Actor, rows: Any) -> Any:
-    """Parameters at step `t` of each row, from the state before its first observation."""
+    """Return the parameters at step `t` of each row, replayed from the state before its first observation."""
     count = len(rows["t"])
     size = count + -count % PAD
     state = actor.like_state(pad_rows(rows["state"], count))

@@ -1,7 +1,7 @@
-"""When weights travel: rules as frozen data, decisions as pure functions.
+"""Decide when a machine gets newer weights: rules are frozen data, decisions pure functions.
 
-The head applies the rule for each machine, to how the version that it acts with compares with the newest (`Standing`: a
-few numbers, no weights). A user's own rule is a function `rule(standing) -> bool`.
+The head applies the rule for each machine to a `Standing`, which compares the machine's version with the newest (a few
+numbers, no weights). A user's own rule is a function `rule(standing) -> bool`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["APS", "Always", "Decision", "Every", "Never", "Rule", "Standing", "d
 
 
 class Standing(NamedTuple):
-    """How the version that a node has stands to the newest."""
+    """Compares the version that a machine has with the newest."""
 
     version: int
     """-1: it has none yet."""
@@ -29,7 +29,7 @@ class Standing(NamedTuple):
     """Mean divergence from the newest, over states that this version visited; None: not known."""
     drift_se: float | None
     fragments: int = 0
-    """How many of them one of its workers has acted with this version."""
+    """Number of fragments that one of its workers has acted with this version."""
 
     @property
     def lag(self) -> int:
@@ -40,12 +40,12 @@ class Decision(NamedTuple):
     pull: bool
     reason: str
     is_overdue: bool = False
-    """The drift alone would not have asked for it."""
+    """The drift alone would not have required the pull."""
 
 
 @dataclass(frozen=True)
 class Always:
-    """Pull whenever there is something newer. In a stream, a newer one may be there before the fragment is."""
+    """Pull whenever a newer version exists. In a stream, the next one may be published before the fragment arrives."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ class Never:
 
 @dataclass(frozen=True)
 class APS:
-    """Adaptive Policy Synchronization (arXiv 2507.10990): pull when the policy has really diverged.
+    """Adaptive Policy Synchronization (arXiv 2507.10990): pull when the policy has diverged.
 
     Args:
-        threshold: mean KL per state (see `divergence`) above which a node pulls; default: 0.01. Plain
-            PPO, whose clip is centred on what acted, cannot move farther than about clip² / 2 from it: take at most
-            half of that (0.01 for a clip of 0.2, 0.0025 for 0.1), or learn with `behaviour_weights`.
-        ess: say instead which share of effective samples is to remain, e.g. 0.98; threshold = -ln(ess) / 2.
-        max_lag: pull in any case when this many versions behind.
-        max_fragments: pull in any case when a worker has acted this many fragments with one version: what holds the
-            learner near it must not hold it for ever. None: never.
-        min_updates: do not pull before this many versions behind.
-        z: how many standard errors of the estimate count as drift: more is more cautious.
+        threshold: mean KL per state (see `divergence`) above which a machine pulls; default: 0.01. Plain PPO clips
+            around the policy that acted, and cannot move farther than about clip² / 2 from it: use at most half of
+            that (0.01 for a clip of 0.2, 0.0025 for 0.1), or learn with `behaviour_weights`.
+        ess: alternatively, the share of effective samples to keep, e.g. 0.98; threshold = -ln(ess) / 2.
+        max_lag: always pull when this many versions behind.
+        max_fragments: always pull when a worker has acted this many fragments with one version: a learner that is kept
+            near that version (by a clip) would otherwise stay there for ever. None: no limit.
+        min_updates: do not pull when fewer versions behind than this.
+        z: number of standard errors added to the estimated drift; larger is more cautious.
 
     Example:
         >>> import clusterenv as ce
@@ -105,7 +105,7 @@ class APS:
         expect("APS", "z", self.z, float, least=0)
 
     def __repr__(self) -> str:
-        """Show the threshold in effect, also where none was given."""
+        """Show the threshold in effect, even if none was given."""
         first = f"threshold={self.delta:g}" if self.ess is None else f"ess={self.ess:g} (threshold {self.delta:.3g})"
         names = ("max_lag", "max_fragments", "min_updates", "z")
         return f"APS({first}, {', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
@@ -122,7 +122,7 @@ Rule = Always | Every | Never | APS | Callable[[Standing], bool]
 
 
 def fit(rule: Rule, family: Family) -> Rule:
-    """Return the rule; raise unless it is one, and has a meaning for this kind of policy."""
+    """Return the rule; raise if it is not one, or has no meaning for this family of policy."""
     if isinstance(rule, type) or not (isinstance(rule, (Always, Every, Never, APS)) or callable(rule)):
         hint = f"this is the class, write sync={rule.__name__}(...)" if isinstance(rule, type) else _meant(rule)
         wanted = "Always(), APS(...), Every(k), Never() or a function of a Standing"
@@ -146,12 +146,12 @@ def _meant(rule: Any) -> str:
 
 
 def wants_drift(rule: Rule) -> bool:
-    """Whether the rule looks at the drift at all: measuring it costs a forward pass."""
+    """Return whether the rule uses the drift: measuring it costs a forward pass."""
     return not isinstance(rule, (Always, Every, Never))
 
 
 def decide(rule: Rule, standing: Standing) -> Decision:
-    """Pull, or not, and why."""
+    """Decide whether to pull, and say why."""
     lag = standing.lag
     if standing.version < 0:
         return Decision(True, "nothing loaded yet")

@@ -1,6 +1,6 @@
-"""Weights to bytes and back: named arrays behind a small header, with a checksum.
+"""Encode weights to bytes and back: named arrays behind a small header, with a checksum.
 
-No pickle, so that a node may read them from a network. `digest` names the content: equal weights, equal version.
+No pickle, so that a node can read them from a network. `digest` identifies the content: equal weights, equal version.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def digest(encoded: bytes) -> str:
 
 
 def decode(encoded: bytes | memoryview) -> Weights:
-    """The arrays, read-only views of `encoded`; PolicyError where a byte is not as it was sent."""
+    """Return the arrays as read-only views of `encoded`; raise PolicyError if the checksum does not match."""
     view = memoryview(encoded)
     if len(view) < _PREFIX.size:
         raise PolicyError("weights arrived truncated")

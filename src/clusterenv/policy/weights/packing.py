@@ -1,10 +1,10 @@
-"""Weights made smaller for the way to a node: halves, or coarse steps from the version that the node has. Pure.
+"""Compress weights for sending to a node: as halves, or as coarse steps from the version that the node has. Pure.
 
-Both ends compute the same bytes: what `unpack` gives is what the node acts with, bit for bit, and the head knows it.
-Steps are anchored: they are taken from what the node really has, so that rounding never adds up.
+Both ends compute the same bytes, so the head knows bit for bit which weights the node acts with. Steps are relative to
+the weights that the node actually has, so that rounding errors do not accumulate.
 
     "fp16"   every float as a half: about 1/2 of fp32
-    "int8"   the difference to what the node has, per array in 255 steps of equal size, entropy-coded: about 1/5
+    "int8"   the difference from the node's weights, per array in 255 steps of equal size, entropy-coded: about 1/5
     "int4"   the same in 15 steps: about 1/10
     "int2"   one step up, none, or one down: about 1/25
 """
@@ -25,31 +25,31 @@ __all__ = ["CODECS", "Codec", "Packed", "pack", "takes_steps", "unpack"]
 
 Codec = Literal["fp32", "fp16", "int8", "int4", "int2", "auto"]
 CODECS = get_args(Codec)
-"""From the largest to the smallest, and the one that chooses."""
+"""From the largest to the smallest, then "auto", which chooses among them."""
 
-_PREFIX = struct.Struct("<B8s")  # form, the beginning of the digest of what it gives
+_PREFIX = struct.Struct("<B8s")  # form, first bytes of the digest of the unpacked weights
 _HALVES = 0
 _STEPS = {"int8": 127, "int4": 7, "int2": 1}  # to each side of zero
 _SCALE = np.dtype("<f4")
 _TRIPLE = np.array([1, 3, 9], dtype=np.uint8)
 _TRIPLES = (np.arange(27)[:, None] // _TRIPLE % 3 - 1).astype(np.int8)
-"""Three of the smallest steps share a byte: an entropy coder spends at least a bit on each."""
+"""Three "int2" steps share a byte, because the entropy coder spends at least one bit per symbol."""
 
 
 def takes_steps(kind: str) -> bool:
-    """Whether it needs weights that the other end has."""
+    """Return whether this codec sends steps from weights that the node already has."""
     return kind in _STEPS
 
 
 class Packed(NamedTuple):
     data: bytes
-    """What travels."""
+    """The bytes to send."""
     weights: bytes
-    """What the node has then, as `codec.encode` writes it."""
+    """The weights that the node then has, encoded by `codec.encode`."""
 
 
 def pack(kind: str, weights: bytes, base: bytes | None) -> Packed | None:
-    """Encoded weights (`codec.encode`) for a node that has `base`; None where they do not fit this form.
+    """Pack encoded weights (`codec.encode`) for a node that has `base`; None if they do not fit this form.
 
     >>> old = codec.encode({"w": np.zeros(1000, np.float32)})
     >>> new = codec.encode({"w": np.linspace(-1, 1, 1000, dtype=np.float32)})
@@ -79,19 +79,19 @@ def pack(kind: str, weights: bytes, base: bytes | None) -> Packed | None:
 
 
 def unpack(packed: bytes | memoryview, base: bytes | None, limit: int = 1 << 34) -> bytes:
-    """What the node acts with, as `codec.encode` writes it. PolicyError where it is not what the head meant."""
+    """Return the encoded weights for the node to act with; raise PolicyError if they differ from the head's."""
     view = memoryview(packed)
     if len(view) < _PREFIX.size:
         raise PolicyError("packed weights arrived truncated")
     form, digest = _PREFIX.unpack_from(view)
     if form != _HALVES and form not in _STEPS.values():
-        raise PolicyError("packed weights of a form that is not known")
+        raise PolicyError("packed weights have an unknown form")
     try:
         weights = _unpacked(form, view[_PREFIX.size :], base, limit)
     except (ValueError, KeyError, IndexError, zlib.error, struct.error) as error:
-        raise PolicyError(f"packed weights do not fit what is here: {error}") from None
+        raise PolicyError(f"packed weights do not fit the weights of this node: {error}") from None
     if _digest(weights) != digest:
-        raise PolicyError("packed weights do not give what the head meant: they are for another version")
+        raise PolicyError("packed weights do not unpack to the head's weights: they are for another version")
     return weights
 
 
@@ -102,7 +102,7 @@ def _unpacked(form: int, body: bytes | memoryview, base: bytes | None, limit: in
         pairs = zip(halves.items(), dtypes.decode().split("\n"), strict=True)
         return codec.encode({name: array.astype(dtype) for (name, array), dtype in pairs})
     if base is None:
-        raise ValueError("steps without a version to take them from")
+        raise ValueError("steps without a version to apply them to")
     return codec.encode(_from_steps(codec.decode(base), body, form))
 
 
@@ -123,7 +123,7 @@ def _alike(base: Weights, target: Weights) -> bool:
 
 
 def _to_steps(base: Weights, target: Weights, level: int) -> bytes:
-    """The size of each array's step, what is no float as it is, and how many steps for each number."""
+    """Encode each float array's step size, non-float arrays unchanged, and the number of steps of each float."""
     plain, steps = [], [np.zeros(0, np.int8)]
     for name, new in target.items():
         if new.dtype.kind == "f":
@@ -136,15 +136,15 @@ def _to_steps(base: Weights, target: Weights, level: int) -> bytes:
 
 
 def _quantized(change: Any, level: int) -> tuple[Any, Any]:
-    """The size of a step, and how many of them for each number."""
+    """Return the size of a step, and the number of steps of each element."""
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         largest = np.abs(change).max(initial=0.0)
         if level > 1:
             scale = _SCALE.type(largest / level)
             steps = np.rint(change / np.float64(scale)) if scale != 0 else np.zeros(change.shape)
         else:
-            # A step for what changed by more than the spread. Its size makes the whole go as far in the direction of
-            # the change as it should: a smaller one would be nearer in numbers, and farther in what the policy does.
+            # One step for each element that changed by more than the spread. The step size keeps the length of the
+            # change along its own direction: a smaller one has less squared error, but leaves more drift.
             squares = np.square(change)
             spread = np.sqrt(squares.mean()) if change.size else 0.0
             steps = np.sign(change) * (np.abs(change) >= 0.999 * spread)
@@ -191,7 +191,7 @@ def _steps(symbols: bytes, level: int, count: int) -> Any:
 
 
 def _deflate(data: bytes) -> bytes:
-    # There is nothing to find in weights but how often each symbol comes.
+    # Weights have no repeated sequences to match, only uneven symbol frequencies.
     engine = zlib.compressobj(1, wbits=-15, strategy=zlib.Z_HUFFMAN_ONLY)
     return engine.compress(data) + engine.flush()
 
@@ -200,5 +200,5 @@ def _inflate(data: bytes | memoryview, limit: int) -> bytes:
     engine = zlib.decompressobj(wbits=-15)
     whole = engine.decompress(data, limit + 1)
     if len(whole) > limit or not engine.eof:
-        raise ValueError("they are not as large as weights are")
+        raise ValueError("unpacked, they are not as large as the weights")
     return whole

@@ -1,8 +1,7 @@
-"""Chaos for real runs: faults that follow from a seed, and a ledger that shows that no transition is lost unseen.
+"""Chaos for real runs: seeded faults, and a ledger that proves that no transition is lost without being declared.
 
-`numbered` makes environments that number their transitions. `plan_faults` draws faults, an `Injector` makes them happen
-to workers, nodes and links, and a `Ledger` checks each row that the learner gets against the number that has to come.
-Linux only.
+`numbered` makes environments that number their transitions. `plan_faults` draws faults, an `Injector` applies them to
+workers, nodes and links, and a `Ledger` checks each row that the learner gets against the expected number. Linux only.
 """
 
 from clusterenv.testing.chaos.faults import ENVIRONMENT, LINK, NETWORK, NODE, WORKER, Fault, Kind, plan_faults

@@ -1,4 +1,4 @@
-"""Which faults happen when: a plan that follows from a seed. Pure."""
+"""Plan which faults happen when, from a seed. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ENVIRONMENT", "LINK", "NETWORK", "NODE", "WORKER", "Fault", "Kind", 
 
 
 class Kind(enum.StrEnum):
-    """What goes wrong. The first ones need nothing but the processes of the run."""
+    """Kinds of faults. Those before STALL need only the processes of the run."""
 
     KILL = "a worker process is killed"
     STOP = "a worker process is stopped, and goes on later"
@@ -70,19 +70,19 @@ _AMOUNTS: dict[Kind, tuple[float, float]] = {
     Kind.DISK_FULL: (1.0, 5.0),
     Kind.CLOCK: (-1e5, 1e5),
 }
-"""From which range the amount of a fault is drawn: seconds, bytes or connections."""
+"""Range of the amount of a fault: seconds, bytes or connections."""
 
 
 class Fault(NamedTuple):
     at_s: float
-    """When, counted from the start."""
+    """Time since the start."""
     kind: Kind
     slot: int
-    """Its environment, its worker, or the node that it is on."""
+    """The fault hits this slot's environment, its worker or its node."""
     amount: float
-    """Seconds that it lasts, bytes, or connections, as the kind has it; else 0."""
+    """Duration in seconds, bytes or connections, depending on the kind; 0 if the kind has none."""
     random: int
-    """For whatever else is drawn."""
+    """Seed for further choices."""
 
     def __str__(self) -> str:
         amount = f" ({self.amount:.4g})" if self.amount else ""
@@ -92,7 +92,7 @@ class Fault(NamedTuple):
 def plan_faults(
     seed: int, seconds: float, *, num_envs: int, kinds: Sequence[Kind], every_s: float = 5.0
 ) -> list[Fault]:
-    """Return faults of these kinds, about one in `every_s`, in the order of time. The same seed gives the same plan.
+    """Return faults of these kinds, about one in `every_s`, ordered by time. The same seed gives the same plan.
 
     Example:
         >>> from clusterenv.testing import chaos

@@ -1,6 +1,6 @@
-"""`Injector`: makes faults happen to the processes, links and machines of a run, in a thread of its own.
+"""`Injector`: applies faults to the processes, links and machines of a run, in a separate thread.
 
-It finds processes by what `Numbered` environments have written of themselves, not by asking the system that is tested.
+It finds processes through the records of `Numbered` environments, not by asking the system under test.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from clusterenv.testing.chaos.numbered import Record, Trouble, ask, lives, read_
 __all__ = ["Act", "Injector", "Later"]
 
 Later = tuple[float, Callable[[], None]]
-"""In how many seconds to undo a fault, and how."""
+"""Seconds until a fault is undone, and the function that undoes it."""
 Act = Callable[[Fault], Later | None]
-"""Makes a fault happen; returns how to undo it, if it has to be undone."""
+"""Applies a fault; returns how to undo it, or None."""
 
 
 class Injector:
-    """Makes the faults of a plan happen, each at its time, and undoes what has to be undone.
+    """Applies the faults of a plan, each at its time, and undoes those that end.
 
     Args:
-        folder: that of the `Numbered` environments.
+        folder: the folder of the `Numbered` environments.
         plan: from `plan_faults`, or made by hand.
-        acts: how to do kinds that need more than the processes of the run; `link_acts` and `stranger_acts` return some.
+        acts: functions for kinds that need more than the processes of the run, e.g. from `link_acts`, `stranger_acts`.
 
     Attributes:
-        done: the faults that happened. One whose process was gone at its time is in `missed`.
+        done: the faults that happened.
+        missed: the faults whose process was gone at their time.
 
     Example:
         >>> import tempfile, clusterenv as ce
@@ -88,7 +89,7 @@ class Injector:
 
     @property
     def pending(self) -> int:
-        """Return how many faults are still to be undone."""
+        """Return the number of faults that are still to be undone."""
         return len(self._undo)
 
     # -- the thread -------------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ class Injector:
             self._undo_due(float("inf"))
 
     def _wait_until(self, when: float) -> bool:
-        """Wait, and undo what is due meanwhile; returns False when all is over."""
+        """Wait, and undo faults that become due; return False if the injector was stopped."""
         while True:
             due = min((due for due, _ in self._undo), default=when)
             if self._over.wait(max(0.0, min(when, due) - time.monotonic())):
@@ -124,7 +125,7 @@ class Injector:
             self._undo.remove(entry)
 
     def make(self, fault: Fault) -> None:
-        """Make this fault happen now."""
+        """Apply this fault now."""
         try:
             undo = self._acts[fault.kind](fault)
         except ProcessLookupError:
@@ -136,7 +137,7 @@ class Injector:
         self.done.append(fault)
         self._log(str(fault))
 
-    # -- what needs nothing but processes -----------------------------------------------------------------------
+    # -- faults that need only processes ------------------------------------------------------------------------
 
     def _own(self) -> dict[Kind, Act]:
         acts: dict[Kind, Act] = dict.fromkeys(ENVIRONMENT, self._trouble)
@@ -169,17 +170,17 @@ class Injector:
 
     @contextlib.contextmanager
     def _process(self, slot: int, is_agent: bool) -> Iterator[int]:
-        """Open the worker of a slot, or its node agent. ProcessLookupError: it is gone."""
+        """Open a pidfd of a slot's worker or of its node agent; raise ProcessLookupError if it is gone."""
         record = self._record(slot)
         descriptor = os.pidfd_open(record.agent if is_agent else record.pid)
         try:
-            _check_alive(record)  # after the open: from here on the number can be nobody else's
+            _check_alive(record)  # after the open: from then on the pidfd cannot refer to another process
             yield descriptor
         finally:
             os.close(descriptor)
 
     def _record(self, slot: int) -> Record:
-        """Return what the newest life of a slot says of itself."""
+        """Return the record of the newest life of a slot."""
         known = lives(self._folder, slot)
         if not known:
             raise ProcessLookupError(f"slot {slot} has never been made")
@@ -190,13 +191,13 @@ class Injector:
 
 
 def _check_alive(record: Record) -> None:
-    """Raise ProcessLookupError where the worker is gone, and its agent with it perhaps: numbers are given away again.
+    """Raise ProcessLookupError if the worker is gone: its process number, and its agent's, may have been reused.
 
-    While a worker runs, its agent does: it is the worker's grandparent, or the worker would have ended with it.
+    While a worker runs, so does its agent: it is the worker's grandparent, and the worker would have died with it.
     """
     try:
         fields = Path(f"/proc/{record.pid}/stat").read_text().rsplit(")", 1)[1].split()
     except FileNotFoundError:
         raise ProcessLookupError(f"process {record.pid} is gone") from None
     if int(fields[19]) != record.began or fields[0] == "Z":
-        raise ProcessLookupError(f"process {record.pid} is another by now")
+        raise ProcessLookupError(f"process {record.pid} is gone or was replaced by another")

@@ -1,7 +1,7 @@
-"""`Ledger`: checks that each transition which `Numbered` environments made came exactly once or was declared lost.
+"""`Ledger`: checks that each transition of `Numbered` environments arrived exactly once or was declared lost.
 
-Every row that the learner gets goes in, and every event; an error comes out at the first row that is not the one that
-has to follow. The counts that the environments kept themselves are compared at the end.
+It takes every row that the learner gets, and every event, and raises at the first row that is not the expected next
+one. At the end it compares with the counts that the environments kept themselves.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from clusterenv.testing.chaos.numbered import Seen, lives, read_record
 __all__ = ["Balance", "Ledger", "LedgerError"]
 
 LOSSES = ("env_error", "worker_lost", "worker_moved")
-"""Events that declare what a slot had made, and nobody had got yet, as lost."""
+"""Events that declare a slot's undelivered transitions as lost."""
 
 
 class LedgerError(AssertionError):
-    """A transition came twice, out of order, altered, or not at all without being declared lost."""
+    """A transition came twice, out of order or altered, or is missing without having been declared lost."""
 
 
 class Balance(NamedTuple):
@@ -33,31 +33,31 @@ class Balance(NamedTuple):
     produced: int
     delivered: int
     dropped: int
-    """Given up when a stream was left, and counted by the collector."""
+    """Dropped when a stream was left, and counted by the collector."""
     lost: int
-    """Of lives that ended with a declared loss."""
+    """Lost with lives that ended in a declared loss."""
     lives: int
-    """Environments that were made."""
+    """Environments that were created."""
 
 
 @dataclass(slots=True)
 class _Slot:
-    """What the learner has of one slot."""
+    """What the learner has received from one slot."""
 
     seen: Seen | None = None
     """The last observation."""
     has_ended: bool = False
-    """The last row ended the episode: what comes next is a reset."""
+    """The last row ended the episode, so a reset must follow."""
     is_cut: bool = False
-    """That end was the system's: what comes next is another life."""
+    """The system, not the environment, ended the episode, so another life must follow."""
     is_reported: bool = False
     """The last row said that the environment was lost."""
     may_change: bool = True
-    """Another life needs no row that reports the loss: a reset, or fragments, stand between."""
+    """A new life needs no row that reports the loss, because a reset or a new fragment comes first."""
     incarnation: tuple[int, int] | None = None
-    """The last one that a batch has named, and its life."""
+    """The last incarnation that a batch named, and its life."""
     gap: int = 0
-    """How many transitions may be missing before the next one, without another life."""
+    """Number of transitions that may be missing before the next one, without a new life."""
     changes: int = field(default=0, init=False)
     delivered: Counter[int] = field(default_factory=Counter, init=False)
     """By life."""
@@ -68,9 +68,9 @@ class Ledger:
     """Checks the rows of `Numbered` environments, autoreset mode NEXT_STEP.
 
     Args:
-        folder: the environments' own.
-        num_envs: how many there are.
-        expected_action: the action that a policy version takes; None: that is not checked.
+        folder: the folder of the environments.
+        num_envs: the number of environments.
+        expected_action: returns the action that a policy version takes; None: actions are not checked.
 
     Example:
         >>> import tempfile, clusterenv as ce
@@ -101,7 +101,7 @@ class Ledger:
         self._allowed = 0
         """Rows that the collector has counted as dropped."""
 
-    # -- what the learner gets --------------------------------------------------------------------------------
+    # -- what the learner receives ----------------------------------------------------------------------------
 
     def reset(self, obs: Any) -> None:
         """Take in the observations of `envs.reset()`."""
@@ -114,7 +114,7 @@ class Ledger:
     def step(self, actions: Any, result: Any, events: Sequence[Event]) -> None:
         """Take in the result of `envs.step(actions)`, or of `envs.recv()`, and `envs.events()`.
 
-        `actions`: row i is that of row i of the result.
+        `actions`: row i belongs to row i of the result.
         """
         self.note(events)
         obs, rewards, terminations, truncations, infos = result
@@ -131,7 +131,7 @@ class Ledger:
                 continue
             seen, last = Seen.read(row), of.seen
             if of.gap and last is not None and seen.t and (seen.life, seen.number) != (last.life, last.number + 1):
-                last = seen._replace(t=seen.t - 1, number=seen.number - 1)  # it goes on from what was dropped
+                last = seen._replace(t=seen.t - 1, number=seen.number - 1)  # continues after the dropped rows
                 self._first(slot, last)
             elif of.has_ended or last is None or seen.life != last.life:
                 last = None
@@ -168,17 +168,17 @@ class Ledger:
                     self._fail(slot, f"action {action} is not that of version {version}, at {before}")
                 self._transition(slot, before, action, reward, Seen.read(after))
                 self._end(slot, Seen.read(after), is_terminated, is_truncated)
-            if of.has_ended and not of.is_cut and not of.is_reported:  # the same step has begun the next episode
+            if of.has_ended and not of.is_cut and not of.is_reported:  # the same step began the next episode
                 self._first(slot, Seen.read(batch.last_obs[column]))
 
     def left_stream(self, num_steps: int, queue: int, dropped_rows: int) -> None:
-        """A stream was left, whose collector has counted so many rows as dropped since it began."""
+        """Note that a stream was left, and that its collector counted `dropped_rows` during it."""
         self._allowed += dropped_rows
         for of in self._slots:
             of.gap, of.may_change = min(dropped_rows, (queue + 1) * num_steps), True
 
     def note(self, events: Iterable[Event]) -> None:
-        """Count the losses that these events declare; events that were counted before are passed over."""
+        """Count the losses that these events declare; events that were already counted are skipped."""
         new: list[Event] = []
         for event in reversed(tuple(events)):
             if event is self._last_event:
@@ -193,7 +193,7 @@ class Ledger:
     # -- one row ----------------------------------------------------------------------------------------------
 
     def _first(self, slot: int, seen: Seen) -> None:
-        """An observation that does not follow from the last one by a step."""
+        """Check an observation that does not follow from the last one by a step."""
         of, last = self._slots[slot], self._slots[slot].seen
         if seen.slot != slot:
             self._fail(slot, f"a row of another slot: {seen}")
@@ -254,7 +254,7 @@ class Ledger:
     # -- the end ----------------------------------------------------------------------------------------------
 
     def check(self) -> Balance:
-        """Compare with the environments' own counts. Call it when the last row of a `step` was taken in."""
+        """Compare with the environments' own counts. Call this after the last row of a `step` was taken in."""
         total = Balance(0, 0, 0, 0, 0)
         for slot, of in enumerate(self._slots):
             for life in lives(self._folder, slot):

@@ -1,4 +1,4 @@
-"""Links between head and nodes that can be broken: a proxy for each node, and the faults that it does."""
+"""Breakable links between head and nodes: a proxy for each node, and the faults that it can cause."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _DELAYED_S = 3.0
 
 
 def divert(plan: Plan, connect: Callable[[int, tuple[str, int]], Proxy]) -> list[Proxy]:
-    """Have each node of a run dial a proxy of its own; for `launch` of a backend.
+    """Make each node of a run dial its own proxy; called from `launch` of a backend.
 
-    `connect` makes the proxy of a node, given its number and the address of the head.
+    `connect` makes the proxy of a node, given the node's number and the address of the head.
     """
     proxies = []
     for node, path in enumerate(plan.files):
@@ -39,7 +39,7 @@ def divert(plan: Plan, connect: Callable[[int, tuple[str, int]], Proxy]) -> list
 class LinkedLoopback(Loopback):
     """`Loopback` whose nodes each dial the head through a proxy.
 
-    Once it runs, `links[node]` is that proxy, and `acts` says how to do the kinds of `LINK` and `NETWORK` here.
+    Once it runs, `links[node]` is that proxy, and `acts` holds the functions for the kinds of `LINK` and `NETWORK`.
 
     Example:
         >>> import clusterenv as ce
@@ -75,7 +75,7 @@ class _LinkedProcesses(AgentProcesses):
 
 
 def link_acts(links: Sequence[Proxy]) -> dict[Kind, Act]:
-    """Return how to do the kinds of `LINK` with these proxies, one per node; the fault's number chooses which."""
+    """Return functions for the kinds of `LINK` with these proxies, one per node; `Fault.random` chooses the proxy."""
 
     def stall(fault: Fault) -> Later:
         link = _of(links, fault)

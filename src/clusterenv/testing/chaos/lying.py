@@ -1,8 +1,8 @@
-"""A node with a valid key that lies: a real agent process that alters what it says, when it is asked to.
+"""A node with a valid key that lies: a real agent process that alters its messages on request.
 
-Run as a script, this file is that agent; it takes the options of `clusterenv node`. It does as others do until a file
-in the folder that `CLUSTERENV_LIES` names asks it for a lie (`ask_lie`), and again after that lie. `Lying` is a backend
-over loopback whose last node is such a one.
+Run as a script, this file is that agent; it takes the options of `clusterenv node`. It behaves normally until a file in
+the folder named by `CLUSTERENV_LIES` requests a lie (`ask_lie`), and again after that lie. `Lying` is a loopback
+backend whose last node is such an agent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from clusterenv.wire.requests import Acted, Built, DriftSamples, Fault, Fragment
 
 @dataclass
 class _Self:
-    """Who this node is: its shard and that one's first worker, its slots, and one that is not its own."""
+    """Identity of this node: its shard, the shard's first worker, its slots, and a slot of another node."""
 
     shard: int = 0
     worker: int = 0
@@ -53,7 +53,7 @@ VARIABLE = "CLUSTERENV_LIES"
 
 Said = tuple[Any, Sequence[Any]]
 Lie = Callable[[Any, list[Any]], list[Said] | None]
-"""What to say instead of a message and its frames; None: not about this message."""
+"""Returns what to send instead of a message and its frames; None if the lie does not apply to this message."""
 
 
 # -- lies about answers -----------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def _body(frames: Sequence[Any]) -> Any:
 
 
 def _reply(change: Callable[[Any, Any], Any], kind: type = object) -> Lie:
-    """Alter the plain data of an answer whose result is of this kind; of a whole step, add some."""
+    """Alter the plain data of an answer whose result is of this kind; add such data to a whole step."""
 
     def lie(message: Any, frames: list[Any]) -> list[Said] | None:
         if isinstance(message, Answer):
@@ -87,7 +87,7 @@ def _reply(change: Callable[[Any, Any], Any], kind: type = object) -> Lie:
 
 
 def _answers(change: Callable[[Answer, list[Any]], list[Said] | None]) -> Lie:
-    """Alter answers that bring rows; a whole step is said as one of them."""
+    """Alter answers that bring rows; a whole step is sent as such an answer."""
 
     def lie(message: Any, frames: list[Any]) -> list[Said] | None:
         if isinstance(message, SteppedAll):
@@ -252,23 +252,23 @@ LIES["control"] = CONTROL
 
 
 FOR_GOOD = ("its code cannot be loaded", "it cannot start its workers")
-"""Lies after which a node is never used again."""
+"""Lies after which the head never uses the node again."""
 
 
 def ask_lie(folder: Path, node: int, group: str, name: str) -> None:
-    """Have this node lie about the next message that the lie is about."""
+    """Ask this node to tell this lie in place of the next message that it applies to."""
     request = folder / f"lie-{node}"
     request.with_suffix(".new").write_text(f"{group}/{name}")
     request.with_suffix(".new").rename(request)
 
 
 def lie_acts(folder: Path, nodes: Sequence[int]) -> dict[Kind, Act]:
-    """Return how to do the kind `LIE`: one of these nodes, whose agents can lie, is asked for some lie."""
+    """Return the function for the kind `LIE`: it asks one of these nodes, whose agents can lie, for a random lie."""
 
     def act(fault: faults.Fault) -> None:
         draw = random.Random(fault.random)
         group = draw.choice(["answers", "fragments", "control"])
-        names = [name for name in LIES[group] if name not in FOR_GOOD]  # or a long run is left without nodes
+        names = [name for name in LIES[group] if name not in FOR_GOOD]  # else a long run would run out of nodes
         ask_lie(folder, draw.choice(list(nodes)), group, draw.choice(names))
 
     return {Kind.LIE: act}
@@ -295,7 +295,7 @@ class LyingAgent(Agent):
             return
         self._request.rename(self._request.with_suffix(".said"))
         assert self._socket is not None
-        for said, frames in lies:  # past whatever an honest node limits itself to
+        for said, frames in lies:  # bypasses the limits that an honest node keeps
             for wire in to_wire(self._session, said, frames):
                 self._socket.send(wire)
 
@@ -322,7 +322,7 @@ class _Jobs(AgentProcesses):
             )
 
     def stop(self, deadline: float) -> None:
-        for agent in self._agents.values():  # one that floods does not hear that it is to end
+        for agent in self._agents.values():  # a flooding agent does not read the message that ends it
             with contextlib.suppress(subprocess.TimeoutExpired):
                 agent.wait(1.0)
             agent.kill()
@@ -331,16 +331,16 @@ class _Jobs(AgentProcesses):
 
 @dataclass(frozen=True)
 class Lying(Loopback):
-    """Nodes on this machine, of which the last one lies when `tell` asks it to. What replaces it is honest until then.
+    """Nodes on this machine; the last one lies when `tell` asks it to. Its replacement is honest until asked again.
 
     Args:
-        lies: a folder for these requests.
+        lies: folder for these requests.
     """
 
     lies: Path = field(kw_only=True)
 
     def tell(self, group: str, name: str) -> None:
-        """Ask for this one of `LIES`."""
+        """Request this entry of `LIES`."""
         ask_lie(self.lies, self.nodes - 1, group, name)
 
     @property

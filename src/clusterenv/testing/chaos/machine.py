@@ -67,12 +67,12 @@ time_t time(time_t *now) {
 
 
 class Clock:
-    """The wall clock of those processes that are started with `environment`: it can be set for them alone.
+    """Sets the wall clock of processes that are started with `environment`, and of no others.
 
-    Needs a C compiler: a small library stands before the C library's own functions.
+    Needs a C compiler: a small preloaded library overrides the C library's functions.
 
     Args:
-        folder: for the library and for the file that says by how much the clock is off.
+        folder: for the library and for the file that holds the clock's offset.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -86,13 +86,13 @@ class Clock:
         self.set(0.0)
 
     def set(self, offset_s: float) -> None:
-        """Let the clock be off by so many seconds."""
+        """Shift the clock by this many seconds."""
         with self._file.open("r+b" if self._file.exists() else "wb") as file:
             file.write(_OFFSET.pack(offset_s))
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Have processes that are started meanwhile go by this clock."""
+        """Make processes that are started within the block use this clock."""
         before = {name: os.environ.get(name) for name in self.environment}
         os.environ.update(self.environment)
         try:
@@ -106,7 +106,7 @@ class Clock:
 
     @property
     def acts(self) -> dict[Kind, Act]:
-        """Return how to do the kind `CLOCK`: it jumps, and jumps back."""
+        """Return the function for the kind `CLOCK`: the clock jumps, and jumps back."""
 
         def jump(fault: Fault) -> Later:
             self.set(fault.amount)
@@ -116,7 +116,7 @@ class Clock:
 
 
 def disk_acts(folder: Path) -> dict[Kind, Act]:
-    """Return how to do the kind `DISK_FULL` to the file system of this folder. Let it be a small one of its own."""
+    """Return the function for the kind `DISK_FULL`. It fills the file system of `folder`: use a small separate one."""
     ballast = folder / "ballast"
 
     def fill(fault: Fault) -> Later:

@@ -1,8 +1,8 @@
-"""`Numbered`: an environment that numbers its transitions and keeps its own count of them, in a file.
+"""`Numbered`: an environment that numbers its transitions and counts them in a file.
 
-The number is in the observation, so the learner can say which transitions it has got. The count is written by the
-environment to a file of its own that no other part of the system reads: it is right whatever happens to its process.
-Faults that an environment causes itself (an exception, NaN, a hang) are asked for through a second file.
+The number is in the observation, so the learner can tell which transitions it got. The environment writes the count to
+a file that no other part of the system touches: it is right whatever happens to the process. Faults that an environment
+causes itself (an exception, NaN, a hang) are requested through a second file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PAGE = 4096
 
 
 class Trouble(enum.IntEnum):
-    """What an environment can be asked to do in its next step."""
+    """Faults that an environment can be asked to cause in its next step."""
 
     NONE = 0
     KILL = 1
@@ -45,21 +45,21 @@ class Trouble(enum.IntEnum):
     NAN = 7
     SLOW = 8
     STDERR = 9
-    """Write many bytes to standard error: as many as the fault's amount says."""
+    """Write as many bytes to standard error as the fault's amount says."""
 
 
 class Record(NamedTuple):
-    """What one life of one slot has written of itself. A life is one environment object, from its making on."""
+    """The record that one life of a slot writes. A life is one environment object."""
 
     produced: int
-    """Steps that were made."""
+    """Number of steps taken."""
     episodes: int
     pid: int
     """The worker process."""
     agent: int
     """The node agent: the parent of the fork server, which is the parent of a worker."""
     began: int
-    """When the worker process started, in clock ticks since the machine did: its number may be given away again."""
+    """Start time of the worker process, in clock ticks since boot, because process numbers are reused."""
 
 
 class Seen(NamedTuple):
@@ -70,9 +70,9 @@ class Seen(NamedTuple):
     episode: int
     t: int
     number: int
-    """Of the transition that led here, counted from 1 over the whole life; a reset does not count."""
+    """Number of the transition that led here, counted from 1 over the whole life; a reset does not count."""
     action: int
-    """Which was taken in it; -1 after a reset."""
+    """The action of that transition; -1 after a reset."""
 
     @classmethod
     def read(cls, obs: Any) -> Seen:
@@ -80,7 +80,7 @@ class Seen(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Return after how many steps the episode is over."""
+        """Return the number of steps of the episode."""
         return 3 + (7 * self.slot + 11 * self.life + 5 * self.episode) % 29
 
     @property
@@ -93,12 +93,12 @@ class Seen(NamedTuple):
 
 
 class Numbered(gym.Env[Any, Any]):
-    """Its observation says (slot, life, episode, t, number, action), its reward is the number.
+    """An environment whose observation is (slot, life, episode, t, number, action), and whose reward is the number.
 
     Args:
-        folder: where its lives keep their counts; one that every node sees under this path.
-        slot: which one it is.
-        pace_s: how long a step takes.
+        folder: for the counts of its lives; every node must see it under this path.
+        slot: the slot that it runs in.
+        pace_s: duration of a step.
     """
 
     observation_space = spaces.Box(-np.inf, np.inf, (len(Seen._fields),), np.float64)
@@ -123,7 +123,7 @@ class Numbered(gym.Env[Any, Any]):
         if self._pace_s:
             time.sleep(self._pace_s)
         self._t, self._number = self._t + 1, self._number + 1
-        self._write()  # before anything can go wrong: what was made and is lost has to be declared
+        self._write()  # before anything can fail: a transition that is counted and then lost must be declared
         obs = self._see(int(action))
         trouble, amount = _REQUEST.unpack_from(self._requests, self._at)
         if trouble:
@@ -155,7 +155,7 @@ def numbered(folder: str | os.PathLike[str], num_envs: int, pace_s: float = 0.0)
 
 
 def logits(weights: Any, obs: Any) -> Any:
-    """The forward pass of a policy that looks at nothing: `weights["w"]` has one number per action."""
+    """Run the forward pass of a policy that ignores observations: `weights["w"]` has one number per action."""
     return np.tile(weights["w"], (len(obs), 1))
 
 
@@ -168,12 +168,12 @@ def lives(folder: Path, slot: int) -> list[int]:
 
 
 def read_record(folder: Path, slot: int, life: int) -> Record:
-    """Return what this life has written of itself so far."""
+    """Return the current record of this life."""
     return Record(*_RECORD.unpack_from(_path(folder, slot, life).read_bytes()))
 
 
 def ask(folder: str | os.PathLike[str], slot: int, trouble: Trouble, amount: float = 0.0) -> None:
-    """Have the environment of this slot do this in its next step; `amount`: seconds, or bytes."""
+    """Ask the environment of this slot to cause this fault in its next step; `amount`: seconds, or bytes."""
     with contextlib.closing(_map(_requests(Path(folder)))) as requests:
         _REQUEST.pack_into(requests, slot * _REQUEST.size, trouble, amount)
 
@@ -183,7 +183,7 @@ def _begin_life(folder: Path, slot: int) -> tuple[int, mmap.mmap]:
     while True:
         try:
             descriptor = os.open(_path(folder, slot, life), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        except FileExistsError:  # an earlier life, or one that another process has begun at this moment
+        except FileExistsError:  # an earlier life, or one that another process began at the same time
             life += 1
             continue
         try:

@@ -1,4 +1,4 @@
-"""A TCP proxy that breaks links: it stalls, delays, refuses and resets, at an exact byte if need be.
+"""A TCP proxy that breaks links: it stalls, delays, refuses and resets connections, if wanted at an exact byte.
 
 `Proxy` is the handle; run as a script, this file is the proxy's process. It needs the standard library only.
 """
@@ -30,7 +30,7 @@ _REPLY_TIMEOUT_S = 10.0
 
 
 class Counts(NamedTuple):
-    """What a proxy has seen since its start."""
+    """Counts of a proxy since its start: bytes in each direction, connections and cuts."""
 
     to_target: int
     to_client: int
@@ -40,12 +40,12 @@ class Counts(NamedTuple):
 
 
 class Proxy:
-    """A TCP proxy (IPv4) in a process of its own. Every command has taken effect when it returns.
+    """A TCP proxy (IPv4) in a separate process. Every command has taken effect when it returns.
 
     Args:
-        target: whom it connects its clients with.
-        listen: where it takes connections; port 0: any free one. `address` says which.
-        popen: starts its process, as `subprocess.Popen` does; another one may do that on another machine.
+        target: address that it connects its clients to.
+        listen: address to accept connections on; port 0: any free one. `address` has the actual one.
+        popen: starts its process, like `subprocess.Popen`, but possibly on another machine.
     """
 
     def __init__(
@@ -80,19 +80,19 @@ class Proxy:
             return self._reply()
 
     def cut(self) -> None:
-        """Reset (RST) every connection on both sides, whatever is on its way; disarm cut_after."""
+        """Reset (RST) every connection on both sides, whatever is in transit; disarm cut_after."""
         self._ask("cut")
 
     def cut_after(self, n_bytes: int, direction: Way) -> None:
-        """Cut once, when exactly so many bytes from now on, over all connections, have reached the receiving kernel."""
+        """Cut once, when exactly `n_bytes` more, over all connections, have reached the receiving kernel."""
         self._ask("cut_after", n_bytes, direction)
 
     def stall(self) -> None:
-        """Forward nothing more, in either direction, and keep all connections; new ones are held too."""
+        """Stop forwarding in both directions, and keep all connections; new ones are held too."""
         self._ask("stall")
 
     def go_on(self) -> None:
-        """Undo stall; nothing was lost."""
+        """Undo stall; no byte is lost."""
         self._ask("go_on")
 
     def refuse(self, refused: bool) -> None:
@@ -100,11 +100,11 @@ class Proxy:
         self._ask("refuse", refused)
 
     def delay(self, seconds: float) -> None:
-        """Deliver what comes from now on so much later, in each direction; the rate stays (up to 32 MiB on the way)."""
+        """Delay data in each direction from now on; the rate is unchanged (up to 32 MiB in transit)."""
         self._ask("delay", seconds)
 
     def counts(self) -> Counts:
-        """Bytes forwarded in each direction, connections and cuts."""
+        """Return bytes forwarded in each direction, connections and cuts."""
         return Counts(*self._ask("counts"))
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class Proxy:
 
 
 class _Relay:
-    """The proxy's inside: one asyncio loop, so that a command falls between two sends and never into one."""
+    """The proxy's relay: one asyncio loop, so that a command takes effect between two sends, never during one."""
 
     def __init__(self, listen: tuple[str, int], target: tuple[str, int]) -> None:
         self._target = target
@@ -137,7 +137,7 @@ class _Relay:
         self._open()
 
     def _socket(self) -> socket.socket:
-        """A socket; those accepted from it inherit its options."""
+        """Return a socket; those accepted from it inherit its options."""
         made = socket.socket()
         made.setblocking(False)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -169,7 +169,7 @@ class _Relay:
         for end in self._connections.pop(task).values():
             end.close()
         if not task.cancelled():
-            task.result()  # shows an error of the proxy itself
+            task.result()  # raises errors of the proxy itself
 
     async def _serve(self, client: socket.socket, server: socket.socket) -> None:
         steps: list[asyncio.Task[None]] = []
@@ -178,10 +178,10 @@ class _Relay:
             await self._loop.sock_connect(server, self._target)
             steps += self._pump(client, server, "to_target") + self._pump(server, client, "to_client")
             await asyncio.gather(*steps)
-            for end in (client, server):  # both directions have ended in order: no reset
+            for end in (client, server):  # both directions were shut down normally: no reset
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
         except OSError:
-            pass  # a side broke, or the target refused: both are reset
+            pass  # a side broke, or the target refused: both sides are reset
         finally:
             for step in steps:
                 step.cancel()
@@ -214,7 +214,7 @@ class _Relay:
                 return
 
     async def _send(self, sink: socket.socket, data: memoryview, way: Way) -> int:
-        """Hand over some bytes: as many as the kernel takes and cut_after leaves."""
+        """Send as many bytes as the kernel takes and cut_after allows; return their number."""
         while True:
             await self._running.wait()
             left = self._left[way]
@@ -245,7 +245,7 @@ class _Relay:
             self._cutting[way] = self._loop.create_task(self._cut_delivered(way))
 
     async def _cut_delivered(self, way: Way) -> None:
-        # A reset throws away what the sending kernel still holds, so first let the receiver acknowledge everything.
+        # A reset discards what the sending kernel still holds, so first wait until everything is acknowledged.
         cuts = self._cuts
         while self._left[way] == 0 and self._cuts == cuts:
             sinks = [connection[way] for connection in self._connections.values()]
@@ -255,9 +255,9 @@ class _Relay:
             await asyncio.sleep(0.001)
 
     async def _cut(self) -> None:
-        self._left = {"to_target": 0, "to_client": 0}  # no byte more, although the tasks end some steps later
+        self._left = {"to_target": 0, "to_client": 0}  # sends no more bytes, although the tasks end a little later
         self._cuts += 1
-        with contextlib.suppress(OSError):  # also what the kernel has accepted and this loop has not
+        with contextlib.suppress(OSError):  # also cut connections that the kernel has accepted and this loop has not
             while True:
                 self._admit(self._listener.accept()[0])
         tasks = list(self._connections)
@@ -289,7 +289,7 @@ class _Relay:
         return None
 
     async def control(self) -> None:
-        """Obey one JSON line after the other until the owner's end of the pipe closes."""
+        """Execute commands, one JSON line each, until the owner's end of the pipe closes."""
         commands = asyncio.StreamReader()
         await self._loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
         print(self._address[1], flush=True)

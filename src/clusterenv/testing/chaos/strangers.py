@@ -1,4 +1,4 @@
-"""Strangers: connections to the head from processes that have no business there.
+"""Strangers: connections to the head from processes that have no valid key.
 
 Run as a script: `python -m clusterenv.testing.chaos.strangers garbage|knock tcp://HOST:PORT AMOUNT SEED [HEAD_KEY]`.
 """
@@ -22,13 +22,13 @@ from clusterenv.transport.keys import read_joining
 __all__ = ["send_garbage", "knock", "stranger_acts"]
 
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(47)
-"""With which a connection of ZeroMQ begins; 64 bytes."""
+"""The 64 bytes that begin a ZeroMQ connection."""
 
 _LASTS_S = 5.0
 
 
 def send_garbage(address: str, amount: int, seed: int) -> None:
-    """Open connections, and send random bytes: after a greeting or none, after the header of a huge frame or none."""
+    """Open connections and send random bytes, some after a (partial) greeting or the header of a huge frame."""
     host, port = address.removeprefix("tcp://").rsplit(":", 1)
     draw = random.Random(seed)
     for i in range(8):
@@ -43,7 +43,7 @@ def send_garbage(address: str, amount: int, seed: int) -> None:
 
 
 def knock(address: str, count: int, head_key: str) -> None:
-    """Try to come in with keys that nobody knows."""
+    """Try to join with unknown keys."""
     with zmq.Context() as context:
         for _ in range(count):
             with context.socket(zmq.DEALER) as stranger:
@@ -56,7 +56,7 @@ def knock(address: str, count: int, head_key: str) -> None:
 
 
 def stranger_acts(plan: Plan, popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen) -> dict[Kind, Act]:
-    """Return how to do the kinds of `NETWORK`: each starts a process, by `popen`, that dials the head of this run."""
+    """Return functions for the kinds of `NETWORK`: each starts a process, by `popen`, that dials the run's head."""
     head_key = read_joining(plan.files[0]).head_key
 
     def start(what: str, fault: Fault) -> Later:
