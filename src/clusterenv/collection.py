@@ -1,7 +1,7 @@
-"""Fragments with a policy on the workers: start them, wait for them, and put them together. The shell of `Collector`.
+"""Collect fragments with a policy on the workers: start them, wait for them, and assemble batches for `Collector`.
 
-What is asked of which worker is the engine's decision (`Collecting`), which weights it acts with that of
-`Synchronization`; here are the waits, and the batches that the learner gets.
+The engine (`Collecting`) decides what to request from which worker, `Synchronization` which weights the worker acts
+with; this module waits, and makes the batches that the learner gets.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FIRST_STATES = 64
 
 
 class Collection:
-    """What one policy collects."""
+    """Collect with one policy."""
 
     def __init__(self, driver: Driver, policy: Policy, sync: Synchronization) -> None:
         self.fragments = driver.collecting.fragments
@@ -54,7 +54,7 @@ class Collection:
             self._decide(machine)
 
     def hand_over(self) -> None:
-        """Send every worker that is there the policy and weights that it is to act with."""
+        """Send every running worker the policy and weights to act with."""
         self.decide_all()
         self._driver.collecting.prepare_all(time.monotonic())
         self._driver.carry_out()
@@ -89,12 +89,12 @@ class Collection:
             driver.collecting.use_memory(layout, driver.executor.allocate_arena(layout))
 
     def _settle(self) -> None:
-        """Wait for the fragments that run, wanted or not."""
+        """Wait for the running fragments, wanted or not."""
         while self.fragments.running:
             self._driver.advance(None)
 
     def _begin(self) -> None:
-        """Ask for every fragment that can begin."""
+        """Request every fragment that can begin."""
         driver, nodes = self._driver, self._driver.executor.nodes
         is_leaving = nodes.is_leaving if nodes is not None else lambda worker: False
         driver.collecting.begin(self._policy.knobs(), is_leaving, time.monotonic())
@@ -106,11 +106,11 @@ class Collection:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while fragments.unfinished:
-                self._begin()  # somebody may have come back
+                self._begin()  # a worker may have come back
                 if deadline is not None and time.monotonic() >= deadline:
                     raise DeadlineError(
-                        f"workers {fragments.unfinished} have no whole fragment within {timeout_s} s. Nothing is lost: "
-                        "call again"
+                        f"workers {fragments.unfinished} have not finished their fragments within {timeout_s} s. "
+                        "Nothing is lost: call again"
                     )
                 driver.advance(deadline)
         except DeadlineError:
@@ -128,14 +128,14 @@ class Collection:
 
     @uninterrupted
     def feed(self, max_staleness: int | None) -> None:
-        """Give every worker that has a free side something to do, and before that the weights that its rule wants."""
+        """Request a fragment from every worker that has a free side, after applying the rule to its weights."""
         driver = self._driver
         for machine in dict.fromkeys(driver.weights.of(worker) for worker in self.fragments.with_room()):
             self._decide(machine, max_staleness)
         self._begin()
 
     def next_batch(self, min_envs: int, max_staleness: int | None, timeout_s: float | None) -> list[Fragment]:
-        """Wait for fragments of at least so many environments, one of each worker at most; they are in slot order."""
+        """Wait for fragments of at least `min_envs` environments, at most one per worker. Return them in slot order."""
         taken: dict[int, Fragment] = {}
         later: list[Fragment] = []
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -154,7 +154,7 @@ class Collection:
     def _next(self, deadline: float | None, timeout_s: float | None, max_staleness: int | None) -> Fragment:
         self.feed(max_staleness)
         while (fragment := self.fragments.pop_next()) is None:
-            self._begin()  # somebody may have come back
+            self._begin()  # a worker may have come back
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineError(f"no fragment from any worker within {timeout_s} s")
             self._driver.advance(deadline)
@@ -172,24 +172,24 @@ class Collection:
         return True
 
     def release(self, fragments: list[Fragment]) -> None:
-        """They were copied into a batch."""
+        """Free the sides of fragments that were copied into a batch."""
         for fragment in fragments:
             self.fragments.release(fragment)
 
     def stop_stream(self) -> None:
-        """Take no more; what runs is finished, dropped and counted."""
+        """Stop collecting: running fragments are finished, dropped and counted."""
         self.fragments.drop()
         while True:
             try:
                 self._settle()
                 return
             except (EnvError, PolicyError, WorkerLostError):
-                continue  # it is in the events; leaving the loop must not fail for it
+                continue  # it is in the events; leaving the loop must not fail because of it
 
     # -- batches ----------------------------------------------------------------------------------------------
 
     def batch(self, fragments: list[Fragment], num_steps: int, copy: bool) -> Rollout:
-        """Put fragments together, and take note of what they tell."""
+        """Assemble fragments into a batch, and record its drift samples, receipts and counts."""
         parts = [self._part(fragment) for fragment in fragments]
         driver = self._driver
         batch = put_together(parts, num_steps, driver.single_observation_space, driver.layout.obs, copy)
@@ -220,12 +220,12 @@ class Collection:
     def evaluate(
         self, episodes: int, seed: int, deterministic: bool, record: int, knobs: dict[str, Any], other: bytes | None
     ) -> list[Episode]:
-        """Play episodes with the newest weights, or with these others."""
+        """Play episodes with the newest weights, or with `other`."""
         driver, collecting = self._driver, self._driver.collecting
         self.decide_all()
         self.sync.evaluate_newest(other)
         try:
-            self._settle()  # a prefetched fragment is kept, and taken by the next rollout
+            self._settle()  # a prefetched fragment is kept for the next rollout
             while not collecting.are_all_there():
                 driver.advance(None)
             requests = collecting.evaluate(episodes, seed, deterministic, record, knobs, time.monotonic())

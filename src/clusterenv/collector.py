@@ -1,7 +1,7 @@
 """`Collector`: a policy attached to environments. The workers act and step; the learner gets `Rollout`s.
 
-Made by `ClusterEnv.collector`. Checks what the user passes and when; how fragments are run and put together is the
-`Collection`'s business.
+Created by `ClusterEnv.collector`. Checks what the user passes, and whether the call is allowed now; `Collection` runs
+and assembles the fragments.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ class Collector:
 
     @uninterrupted
     def rollout(self, num_steps: int, timeout_s: float | None = None, copy: bool = True) -> Rollout:
-        """`num_steps` steps of every environment, acted by the agent as it is now.
+        """Collect `num_steps` steps of every environment, acted by the agent with its current weights.
 
-        Resets the environments if nobody has yet; episodes run on from call to call.
+        Resets the environments if they have not been reset yet; episodes continue from call to call.
 
         Args:
-            timeout_s: raise `DeadlineError` after this time; the next call goes on waiting for the same fragment.
+            timeout_s: raise `DeadlineError` after this time; the next call waits for the same fragments.
             copy: False returns views of shared memory, valid until the rollout after the next.
         """
         expect("rollout", "num_steps", num_steps, int, least=1)
@@ -117,7 +117,7 @@ class Collector:
         if fragments.mode is Mode.IDLE:
             self._start(num_steps)
         elif not self._sync.is_attached:
-            collection.decide_all()  # another collector has evaluated: what is lost is run again with this policy
+            collection.decide_all()  # another collector has evaluated: lost fragments run again with this policy
         batch = collection.batch(collection.wait_for_rollout(timeout_s), num_steps, copy)
         if self._prefetch:
             self._start(num_steps)
@@ -137,16 +137,16 @@ class Collector:
         queue: int = 2,
         timeout_s: float | None = None,
     ) -> Generator[Rollout, None, None]:
-        """Fragments of `num_steps` steps as they arrive: no worker waits for another, or for the learner.
+        """Yield fragments of `num_steps` steps as they arrive: no worker waits for another, or for the learner.
 
         Call `publish()` when the agent has learned; workers get new weights, as the rule says, between two fragments.
-        Leave the loop when you like: what runs then is finished and dropped.
+        Leave the loop at any time: running fragments are then finished and dropped.
 
         Args:
-            min_envs: wait for fragments of at least so many environments; None: one worker's at a time.
-            max_staleness: drop what was acted by a version more than so many behind the newest; see `stats()`.
-            queue: how many fragments a worker runs ahead. More smooths, and makes the data older.
-            timeout_s: raise `DeadlineError` when nothing arrives for so long.
+            min_envs: wait for fragments of at least this many environments; None: one worker's at a time.
+            max_staleness: drop fragments acted by a version more than this many behind the newest; see `stats()`.
+            queue: how many fragments a worker may run ahead. A higher number evens out waits, and makes data older.
+            timeout_s: raise `DeadlineError` if nothing arrives for this long.
         """
         expect("stream", "num_steps", num_steps, int, least=1)
         expect("stream", "queue", queue, int, least=1)
@@ -173,7 +173,7 @@ class Collector:
                 batch = collection.batch(fragments, num_steps, copy=True)
                 collection.release(fragments)
                 collection.feed(max_staleness)  # before the learner works, not after
-                begin = self._count_time(begin)  # goes on while the learner works: so do the workers
+                begin = self._count_time(begin)  # includes the learner's work: workers collect during it
                 self._counts.waiting_s += begin - asked
                 yield checkpoint(batch)
                 asked = time.perf_counter()
@@ -188,13 +188,13 @@ class Collector:
         return now
 
     def hand_over(self) -> dict[str, Any]:
-        """The agent as it is now is what the workers have; returns its knobs."""
+        """Send the workers the agent with its current weights. Return its knobs."""
         self.publish()
         self._collection.hand_over()
         return self._policy.knobs()
 
     def look_at(self, infos: Mapping[str, Any], ended: bool) -> None:
-        """Take note of the infos of one `step(agent)`: a mask that never comes is worth a warning there too."""
+        """Check the infos of one `step(agent)`: warn there too about an action mask that never appears."""
         if self._watch:
             names = {*infos, *infos.get("final_info", ())}
             self._watch.stepped({name: None for name in names if not (name[0] == "_" and name[1:] in names)})
@@ -204,9 +204,9 @@ class Collector:
 
     @uninterrupted
     def publish(self) -> int:
-        """The agent's weights, if they changed, are the newest version from now on; returns its number.
+        """Make the agent's weights the newest version, if they have changed. Return the newest version's number.
 
-        Cheap: call it after each gradient step if you like. Nothing travels before the rule says so.
+        Cheap enough to call after each gradient step. Nothing is sent before the rule says so.
         """
         begin = time.perf_counter()
         version = self._sync.publisher.publish()
@@ -219,14 +219,14 @@ class Collector:
     def evaluate(
         self, agent: Any = None, *, episodes: int = 32, deterministic: bool = True, seed: int = 0, record: int = 0
     ) -> Evaluation:
-        """Play whole episodes on environments of their own, in the same workers; training is not touched.
+        """Play whole episodes on separate environments in the same workers; training is not affected.
 
-        Episode j is seeded with `seed + j`: the same agent has the same returns, whatever the number of workers.
+        Episode j is seeded with `seed + j`: the same agent gets the same returns, whatever the number of workers.
         Attributes that `set_attr` or sticky calls gave to the environments of the same slots are set here too.
 
         Args:
-            agent: another agent of the same shape; None: the attached one, as it is now.
-            record: bring the frames of so many episodes back; see `Evaluation.save_gif`.
+            agent: another agent of the same shape; None: the attached one, with its current weights.
+            record: number of episodes whose frames to return; see `Evaluation.save_gif`.
         """
         if fits(agent, int):
             raise refused("evaluate", "agent", agent, "an agent or None", f"write evaluate(episodes={agent})")
@@ -259,7 +259,7 @@ class Collector:
         return self._sync.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Versions and counters go on; actions come from the random streams of the slots' new incarnations."""
+        """Continue versions and counters; actions come from the random streams of the slots' new incarnations."""
         if self._collection.fragments.owner is self._counts:
             raise UsageError(
                 "load_state_dict() while a fragment is under way (prefetch, or a call that timed out): "
@@ -268,15 +268,15 @@ class Collector:
         self._sync.publisher.resume(state["version"])
         self._sync.policy = self._sync.policy._replace(seed=state["seed"])
         if self._sync.is_attached:
-            self._sync.detach()  # what the workers have is of other versions, under the same numbers
+            self._sync.detach()  # the workers have other versions under the same numbers
         self._counts.counts |= state["counts"]
 
-    # -- looking ----------------------------------------------------------------------------------------------
+    # -- statistics -------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counters and times: in all, per worker, and under `nodes` what each machine has, pulled and sent.
+        """Return counters and times: totals, per worker, and under `nodes` what each machine has, pulled and sent.
 
-        `steps_per_s`, `worker_steps_per_s` and `time_shares` are of the recent batches: the first, in which the workers
+        `steps_per_s`, `worker_steps_per_s` and `time_shares` cover the recent batches: the first, in which the workers
         started, counts only until there is a second.
         """
         return {
@@ -287,7 +287,7 @@ class Collector:
         }
 
     def summary(self) -> dict[str, float]:
-        """A dozen numbers for TensorBoard or W&B; returns and lengths are means of the last 100 episodes."""
+        """Return numbers for TensorBoard or W&B; returns and lengths are means of the last 100 episodes."""
         stats = self.stats()
         mean_return, mean_length = self._counts.recent()
         return {

@@ -1,7 +1,7 @@
 """The driver: the only shell around the engine. It holds the executor and the clock, waits, and raises.
 
-What `ClusterEnv` and `Collector` ask goes to the engine, the engine's instructions go to the executor, and what the
-executor hears goes back to the engine. A slot whose environment is gone is rebuilt in its next incarnation: the user
+Requests of `ClusterEnv` and `Collector` go to the engine, the engine's instructions to the executor, and what the
+executor receives back to the engine. A slot whose environment is gone is rebuilt in its next incarnation: the user
 sees the episode end once, as truncated and invalid, and then the first row of the new one, never the two spliced.
 """
 
@@ -42,16 +42,16 @@ from clusterenv.wire.requests import Attach, Reply
 
 __all__ = ["Driver", "Rows"]
 
-_WATCH_S = 0.25  # how long one wait takes at most
-_LOOK_S = 0.2  # how often hangs are looked for
-_LOOK_EVERY = 16  # steps of the hot loop between two looks at everything, not only at the workers' answers
+_WATCH_S = 0.25  # maximum duration of one wait
+_LOOK_S = 0.2  # interval between two checks for hung workers
+_LOOK_EVERY = 16  # steps of the hot loop between two polls for everything, not only for the workers' answers
 
 
 class Driver:
-    """All slots of a run, on the workers of one machine or of many.
+    """Drive all slots of a run, on the workers of one machine or of many.
 
     Args:
-        requests: the ledger, which executors over a network read too; it says which slots each worker has.
+        requests: the ledger, which network executors read too; it has the slots of each worker.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Driver:
         self.executor = executor
         self.slots_of = slots_of = requests.slots_of
         self.node_of = [0] * len(slots_of) if node_of is None else node_of
-        """Worker → the machine that it is on: weights go to each machine once."""
+        """Worker → its machine: weights go to each machine once."""
         self.num_envs = sum(map(len, slots_of))
         self.is_vector = blueprint.is_vector
         self.events = events
@@ -93,7 +93,7 @@ class Driver:
     def _start(
         self, blueprint: Blueprint, incarnations: Incarnations, mode: AutoresetMode | None, recovery: Recovery
     ) -> None:
-        """Build every environment, then the engine over what they have in common."""
+        """Build every environment, then the engine from what they have in common."""
         building = Building(self.executor, self._workers, self._requests, self.weights, self._health)
         built = building.run(incarnations, self.events, recovery.recovery_timeout_s)
         agreed = agree(built, self.slots_of, blueprint.observation_mode, lambda: own_spaces(blueprint))
@@ -122,7 +122,7 @@ class Driver:
 
     @uninterrupted
     def carry_out(self) -> None:
-        """Do what the engine wants done. What is left after an exception is done by the next call."""
+        """Carry out the engine's instructions. After an exception, the next call carries out the rest."""
         out = self._state.out
         while out:
             instruction = out.popleft()
@@ -142,7 +142,7 @@ class Driver:
         elif isinstance(instruction, Start):
             executor.start(instruction.worker)
         elif isinstance(instruction, Reserve):
-            self._journal.reserve(instruction.incarnation)  # type: ignore[union-attr]  # there is one
+            self._journal.reserve(instruction.incarnation)  # type: ignore[union-attr]  # not None here
         elif executor.processes is not None:  # only processes are watched
             (executor.processes.kill if isinstance(instruction, Kill) else executor.processes.stack)(instruction.worker)
 
@@ -156,10 +156,10 @@ class Driver:
     def step_all(self, copy: bool) -> tuple[Any, Any, Any, Any, dict[str, Any]] | None:
         """Step every slot with the actions in shared memory: the hot loop.
 
-        None, where anything unusual happened: the step is under way, and `collect` and `deliver` go on with it.
+        Returns None if anything unusual happened: the step is under way, and `collect` and `deliver` complete it.
         """
         requests, engine = self._requests, self._engine
-        if requests.number % _LOOK_EVERY == 0:  # workers' output, and what else the hot loop does not read
+        if requests.number % _LOOK_EVERY == 0:  # workers' output, and other messages that the hot loop does not read
             self._inbox.extend(self.executor.poll(0.0))
             engine.count_steps(_LOOK_EVERY)
         if self._inbox or self._slots.records or requests.count:
@@ -179,7 +179,7 @@ class Driver:
                     self.rows.add_rows(message)
                 else:
                     self._inbox.append((worker, message))
-        if STATE.pending:  # before the rows are handed over: a step that ends by Ctrl-C has delivered nothing
+        if STATE.pending:  # before the delivery: a step that ends by Ctrl-C has delivered nothing
             checkpoint()
         return self.rows.all_rows(copy) if done == workers else None
 
@@ -188,8 +188,8 @@ class Driver:
     def send_step(
         self, slots: list[int] | None, actions: list[Any] | None, knobs: dict[str, Any] | None = None
     ) -> None:
-        """Step these slots (None: all) with the actions in shared memory, with `actions` as objects, or (`knobs`)
-        with what the workers' policy chooses."""
+        """Step these slots (None: all) with the actions in shared memory or with `actions` (objects); given `knobs`,
+        the workers' policy chooses the actions."""
         chosen = list(range(self.num_envs)) if slots is None else slots
         self._engine.acted = []
         self._engine.step(chosen, actions, knobs, time.monotonic())
@@ -202,7 +202,7 @@ class Driver:
     def send_call(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], slots: list[int] | None = None
     ) -> list[Request]:
-        """Call a method (or read an attribute) of every environment, or of these slots'; `results` waits for it."""
+        """Call a method (or read an attribute) of these slots' environments (None: all); `results` waits for it."""
         gone = tuple(slot for slot in self._state.slots.gone() if slots is None or slot in slots)
         if gone:
             text = f"call({name!r}): the environments of slots {list(gone)} failed and are not back yet"
@@ -212,21 +212,21 @@ class Driver:
         return requests
 
     def results(self, requests: Sequence[Request], timeout_s: float | None = None) -> list[Any]:
-        """Wait for what these calls return, in ascending order of their slots."""
+        """Wait for the results of these calls, in ascending order of their slots."""
         return [result for reply in self.replies(requests, timeout_s) for result in reply.result or []]
 
     def repeat_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], slots: list[int] | None) -> None:
-        """Have a call that was made repeated on every later incarnation."""
+        """Repeat a call that was made on every later incarnation."""
         self._state.incarnations.remember_call(name, args, kwargs, range(self.num_envs) if slots is None else slots)
 
     def set_attr(self, name: str, values: dict[int, Any]) -> None:
-        """Set on these slots' environments, as far as they are there, and on every later incarnation."""
+        """Set an attribute on those of these slots' environments that exist, and on every later incarnation."""
         requests = self._engine.set_attr(name, values, time.monotonic())
         self.carry_out()
         self.replies(requests)
 
     def replies(self, requests: Sequence[Request], timeout_s: float | None = None) -> list[Reply]:
-        """Wait for the answers to calls; they come in the order of the requests."""
+        """Wait for the answers to calls, and return them in the order of the requests."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not all(request.reply for request in requests):
             lost = [r for r in requests if r.reply is None and not self._requests.is_open(r)]
@@ -250,11 +250,11 @@ class Driver:
     # -- waiting ----------------------------------------------------------------------------------------------
 
     def collect(self, min_rows: int, timeout_s: float | None, call: str = "recv") -> None:
-        """Wait until at least `min_rows` awaited slots have a row; `call` is what the user called to wait so long."""
+        """Wait until at least `min_rows` awaited slots have a row; `call` is the user's call, named in timeouts."""
         rows = self.rows
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while rows.ready_count < min_rows:
-            self.advance(deadline)  # at least once: a timeout of 0 asks whether the rows have come
+            self.advance(deadline)  # at least once: a timeout of 0 asks whether the rows have arrived
             if deadline is not None and rows.ready_count < min_rows and time.monotonic() >= deadline:
                 raise self._late(call, timeout_s, np.flatnonzero(rows.awaited & ~rows.ready).tolist())
 
@@ -265,13 +265,13 @@ class Driver:
         return DeadlineError(f"{text}; awaited: {who}. Nothing is lost: call {call}() again.")
 
     def deliver(self, copy: bool) -> Rows:
-        """Hand over every row that is ready, ascending by slot."""
+        """Deliver every row that is ready, ascending by slot."""
         rows = self.rows.rows(copy)
         self._engine.delivered(rows.slots, rows.terminations | rows.truncations)
         return rows
 
     def advance(self, deadline: float | None) -> None:
-        """Start what is due, wait for something (at most a quarter of a second), and take it in; then handle Ctrl-C."""
+        """Start what is due, wait for messages (at most a quarter of a second), process them, then handle Ctrl-C."""
         self._advance(deadline)
         checkpoint()
 
@@ -288,7 +288,7 @@ class Driver:
         self._inbox.extend(self.executor.poll(self._wait_s(deadline, now_s)))
         self._watch()
         now_s = time.monotonic()
-        while self._inbox:  # kept across calls: what is heard must not be lost with an exception
+        while self._inbox:  # kept across calls: an exception must not lose received messages
             worker, message = self._inbox.popleft()
             at = self.executor.progress(worker) if worker >= 0 else (-1, 0, 0)
             engine.receive(worker, message, at, now_s)
@@ -306,7 +306,7 @@ class Driver:
         return timeout_s
 
     def _watch(self) -> None:
-        """Look for workers that hang, also while others answer."""
+        """Check for hung workers, even while others answer."""
         now_s = time.monotonic()
         if self.executor.processes is None or now_s - self._watched_at_s < _LOOK_S:
             return
@@ -317,7 +317,7 @@ class Driver:
                 self._do(instruction)
 
     def _raise_errors(self) -> None:
-        """Raise what the engine has found; further errors are notes of the first."""
+        """Raise the first error that the engine has found; the others become its notes."""
         errors = self._state.errors
         if errors:
             first, *others = errors
@@ -327,13 +327,13 @@ class Driver:
             raise first
 
     def drain(self) -> None:
-        """Give up every row under way (before a reset): wait for the workers to finish it, then forget it."""
+        """Give up every row under way (before a reset): wait until the workers have finished, then forget the rows."""
         while any(request.kind is not Kind.CALL for request in self._requests):
             self.advance(None)
         self._engine.give_up_rows()
 
     def give_up_step(self) -> bool:
-        """Some worker's policy failed: wait for the others. True: a slot was stepped, and its row is lost."""
+        """Wait for the other workers after a policy failed on one. Return whether a stepped slot's row is lost."""
         while self._requests:
             try:
                 self.advance(None)
@@ -354,7 +354,7 @@ class Driver:
         self._state.incarnations.set_bases(bases)
 
     def unused_seeds(self) -> list[int | None]:
-        """Return a seed for each slot that no earlier head of this run has used; None: for one that is rebuilt."""
+        """Return a seed for each slot that no earlier head of this run has used; None for slots to be rebuilt."""
         return [None if self._slots.is_gone(s) else self._state.incarnations.seed(s) for s in range(self.num_envs)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -374,7 +374,7 @@ class Driver:
         if self._journal is not None:
             self._journal.keep_invited(nodes)
         if self.collecting.fragments.mode is not Mode.STREAM:
-            # Nodes that nothing is under way on leave now, not with the next request.
+            # Nodes without work under way leave now, not with the next request.
             self._inbox.extend(self.executor.poll(0.0))
 
     def stats(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whether the environments that workers built can form one vector environment, and with which spaces. Pure."""
+"""Decide whether the environments that workers built form one vector environment, and with which spaces. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Spaces = tuple[Any, Any]
 
 
 class Agreed(NamedTuple):
-    """What the vector environment is like."""
+    """Properties of the vector environment."""
 
     single_observation_space: Space[Any]
     observation_space: Space[Any]
@@ -29,7 +29,7 @@ class Agreed(NamedTuple):
     metadata: dict[str, Any]
     render_mode: str | None
     is_same: bool
-    """Every environment has `single_observation_space` itself, not one that only has its shape and dtype."""
+    """Every environment has exactly `single_observation_space`, not only its shape and dtype."""
 
 
 def agree(
@@ -38,10 +38,10 @@ def agree(
     mode: ObservationMode,
     make_own: Callable[[], Spaces],
 ) -> Agreed:
-    """Return the spaces for all slots; SpacesError, with the first slot that does not fit.
+    """Return the spaces for all slots. Raise SpacesError for the first slot that does not fit.
 
-    `make_own` returns the spaces of slot 0 as this process makes them. It is called where a node could only describe a
-    space, because its class is not one of Gymnasium's.
+    `make_own` returns the spaces of slot 0, made in this process. It is called if a node could only describe a space,
+    because the space's class is not one of Gymnasium's.
     """
     spaces_of = _by_slot(built, slots_of)
     if any(isinstance(space, DescribedSpace) for pair in spaces_of for space in pair):
@@ -75,13 +75,13 @@ def _by_slot(built: dict[int, Built], slots_of: list[list[int]]) -> list[Spaces]
 
 
 def _real(slot: int, space: Any, own: Any) -> Any:
-    """Return the space of this process in place of its description."""
+    """Return the space made in this process in place of its description."""
     if not isinstance(space, DescribedSpace):
         return space
     if space != describe(own):
         raise SpacesError(
             f"the environments' spaces are not equivalent: slot {slot} has {space}, "
-            f"the environment that was made in this process has {describe(own)}"
+            f"the environment made in this process has {describe(own)}"
         )
     return own
 
@@ -118,10 +118,10 @@ def _observation_spaces(spaces: list[Any], mode: ObservationMode) -> Spaces:
 def _is_equivalent(single: Any, space: Any) -> bool:
     try:
         return bool(is_space_dtype_shape_equiv(single, space))
-    except NotImplementedError:  # a custom space: nobody knows its shape and dtype
+    except NotImplementedError:  # a custom space: its shape and dtype are unknown
         return bool(single == space)
 
 
 def _advice(space: Any) -> str:
     is_custom = not is_known(space)
-    return " (spaces of classes of your own are compared by their __eq__)" if is_custom else ""
+    return " (custom spaces are compared by their __eq__)" if is_custom else ""

@@ -1,8 +1,8 @@
-"""Check the answers of nodes, completely, before anything of them is used. Pure.
+"""Check the answers of nodes completely before any part of them is used. Pure.
 
-`check` gets a request, what is known of its worker, and an answer as it arrived; it returns the reply, or raises
-ProtocolError. It writes nothing: rows and fragments are written by the executor after it, and `record` notes in the
-request what has come. Executors of this machine do not come here: they trust their own workers.
+`check` takes a request, what is known about its worker, and an answer as it arrived; it returns the reply, or raises
+ProtocolError. It writes nothing: the executor writes rows and fragments afterwards, and `record` updates the request.
+Executors of this machine do not use this module: they trust their own workers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PHASES = frozenset((*PHASES, "evaluate"))
 
 
 class Known(NamedTuple):
-    """What the answers of a worker are checked against, beside the request."""
+    """What the answers of a worker are checked against, besides the request."""
 
     slots: list[int]
     rows: Layout | None = None
@@ -53,12 +53,12 @@ class Known(NamedTuple):
 
     @property
     def num_objects(self) -> int:
-        """How many leaves of an observation have no place in shared memory."""
+        """Number of leaves of an observation that are not in shared memory."""
         return sum(leaf.dtype is None for leaf in self.rows.obs) if self.rows is not None else 0
 
 
 def limit_bytes(request: Request, known: Known) -> int:
-    """Return how many bytes all answers to this request may have together."""
+    """Return the maximum total size of all answers to this request."""
     if request.brings == "rows":
         assert known.rows is not None
         return 3 * row_bytes(known.rows) * len(request.slots) + BESIDE_BYTES
@@ -74,21 +74,21 @@ def limit_bytes(request: Request, known: Known) -> int:
 
 
 def check(request: Request, known: Known, slots: Sequence[int], last: bool, frames: Sequence[Any]) -> Any:
-    """Return the reply in these frames: a `Reply` or `Built`, or the request's number where there are only rows.
+    """Return the reply in these frames: a `Reply` or `Built`, or the request's number if there are only rows.
 
     Args:
-        slots, last: what the header of the answer says: whose rows these are, and whether more will follow.
+        slots, last: from the header of the answer: the slots of its rows, and whether it is the last answer.
     """
     try:
         return _check(request, known, slots, last, frames)
     except ProtocolError:
         raise
-    except Exception as error:  # whatever a lie leads to here is the node's fault
+    except Exception as error:  # whatever malformed data raises here is the node's fault
         raise ProtocolError(f"an answer that cannot be checked: {type(error).__name__}: {error}") from None
 
 
 def check_step(request: Request, known: Known, body: Any) -> Any:
-    """Return what a worker says beside its rows of a whole step, whose bytes are checked by whoever writes them."""
+    """Return a worker's reply to a whole step without its rows, whose bytes are checked when they are written."""
     try:
         if not len(body):
             return _check_plain_rows(request, known, request.slots, True)
@@ -100,7 +100,7 @@ def check_step(request: Request, known: Known, body: Any) -> Any:
 
 
 def record(request: Request, slots: Iterable[int], reply: Any, size: int) -> Any:
-    """Note in the request what has come; returns what is to be handed on, None for a part of a call's results."""
+    """Record in the request what has arrived. Return the reply to pass on; None for a part of a call's results."""
     request.received_bytes += size
     request.remaining.difference_update(slots)
     if request.kind is not Kind.CALL or not isinstance(reply.result, list):
@@ -112,7 +112,7 @@ def record(request: Request, slots: Iterable[int], reply: Any, size: int) -> Any
 def _check(request: Request, known: Known, slots: Sequence[int], last: bool, frames: Sequence[Any]) -> Any:
     size = sum(map(len, frames))
     limit = limit_bytes(request, known)
-    need(request.received_bytes + size <= limit, f"{request.received_bytes + size} bytes, where {limit} are the most")
+    need(request.received_bytes + size <= limit, f"{request.received_bytes + size} bytes, more than {limit}")
     need(bool(frames), "no frames")
     _check_frames(request, known, slots, frames)
     if request.brings == "rows":
@@ -139,26 +139,26 @@ def _check_reply(request: Request, known: Known, slots: Sequence[int], last: boo
     elif request.kind is Kind.FRAGMENT:
         _check_fragment_reply(request, known, reply, frames[1:])
     else:
-        need(not reply.slots and reply.infos is None and reply.objects is None, "rows that nobody asked for")
+        need(not reply.slots and reply.infos is None and reply.objects is None, "rows that were not requested")
         _check_result(request, known, reply)
     return reply
 
 
 def _check_frames(request: Request, known: Known, slots: Sequence[int], frames: Sequence[Any]) -> None:
-    """Compare the number of frames and their sizes with the layout."""
+    """Check the number of frames and their sizes against the layout."""
     if request.brings == "rows":
-        need(len(frames) == 2 and known.rows is not None, f"{len(frames)} frames, where 2 belong")
+        need(len(frames) == 2 and known.rows is not None, f"{len(frames)} frames instead of 2")
         assert known.rows is not None
         check_rows(row_bytes(known.rows), len(slots), frames[1])
-    elif request.brings != "fragment":  # whose sizes follow from its result
-        need(len(frames) == 1, f"{len(frames)} frames, where 1 belongs")
+    elif request.brings != "fragment":  # a fragment's sizes follow from its result
+        need(len(frames) == 1, f"{len(frames)} frames instead of 1")
 
 
 def _check_plain_rows(request: Request, known: Known, slots: Sequence[int], last: bool) -> int:
-    """Check an answer without plain data: rows of a whole step, with nothing to tell of them."""
+    """Check an answer without plain data: rows of a whole step and nothing else."""
     need(request.brings == "rows" and request.message is None, "no content")
     need(not known.num_objects, "no observations of spaces without a fixed size")
-    need(last and request.remaining == set(slots), "some rows of a whole step")
+    need(last and request.remaining == set(slots), "only some rows of a whole step")
     return request.number
 
 
@@ -169,11 +169,11 @@ def _check_row_reply(request: Request, known: Known, reply: Reply) -> None:
     acts = isinstance(request.message, Step) and request.message.act is not None
     if acts and isinstance(reply.result, FragmentResult):  # the policy failed, and nothing was stepped
         untouched = request.remaining == set(request.slots) and not reply.slots and reply.last
-        need(untouched and not reply.faults, "rows beside a policy that failed")
+        need(untouched and not reply.faults, "rows although the policy failed")
         _check_policy_error(reply.result)
         return
     need(bool(reply.slots), "no rows")
-    need(reply.last is (len(request.remaining) == len(reply.slots)), "an end that does not come with the last row")
+    need(reply.last is (len(request.remaining) == len(reply.slots)), "an end that does not match the last row")
     failed = {fault.slot for fault in reply.faults}
     good = [slot for slot in reply.slots if slot not in failed]
     if reply.infos is not None:
@@ -182,14 +182,14 @@ def _check_row_reply(request: Request, known: Known, reply: Reply) -> None:
     if acts and reply.last:
         _check_acted(reply.result, request.slots, known.rows)
     else:
-        need(reply.result is None, "a result that nobody asked for")
+        need(reply.result is None, "a result that was not requested")
 
 
 def _check_columns(columns: Any, rows: set[int]) -> None:
-    """Check info columns, nested ones too: each about some of these rows, with a value for each."""
-    need(isinstance(columns, dict), "infos that are no columns")
+    """Check info columns, including nested ones: each covers some of these rows, with one value per row."""
+    need(isinstance(columns, dict), "infos that are not columns")
     for column in columns.values():
-        need(isinstance(column, Column) and isinstance(column.rows, list), "infos that are no columns")
+        need(isinstance(column, Column) and isinstance(column.rows, list), "infos that are not columns")
         own = column.rows
         need(all(map(is_int, own)) and rows.issuperset(own), "infos of other slots")
         need(all(a < b for a, b in pairwise(own)), "infos whose slots do not ascend")
@@ -197,26 +197,26 @@ def _check_columns(columns: Any, rows: set[int]) -> None:
         if column.kind == "dict":
             _check_columns(values, set(own))
         elif column.kind == "object":
-            need(isinstance(values, list) and len(values) == len(own), "infos of another length")
+            need(isinstance(values, list) and len(values) == len(own), "infos of the wrong length")
         elif column.kind in ("number", "array"):
             fits = isinstance(values, np.ndarray) and values.ndim > 0 and len(values) == len(own)
-            need(fits, "infos of another length")
+            need(fits, "infos of the wrong length")
             if column.kind == "number":
                 of_type = isinstance(column.type, type) and np.dtype(column.type).type is values.dtype.type
-                need(values.ndim == 1 and of_type, "infos of another type")
+                need(values.ndim == 1 and of_type, "infos of the wrong type")
         else:
             need(False, "infos of an unknown kind")
 
 
 def _check_objects(objects: Any, good: list[int], leaves: int) -> None:
-    """Check values that have no place in shared memory: all leaves of each row, where the space has such leaves."""
+    """Check values that are not in shared memory: each row has all such leaves, if the space has any."""
     if not leaves:
-        need(objects is None, "objects that nobody asked for")
+        need(objects is None, "objects that were not requested")
         return
     need(isinstance(objects, list) or (objects is None and not good), "no observations")
     for entry in objects or ():
-        need(isinstance(entry, (tuple, list)) and len(entry) == 2, "objects that are no pairs")
-        need(is_int(entry[0]) and isinstance(entry[1], list) and len(entry[1]) == leaves, "objects of another length")
+        need(isinstance(entry, (tuple, list)) and len(entry) == 2, "objects that are not pairs")
+        need(is_int(entry[0]) and isinstance(entry[1], list) and len(entry[1]) == leaves, "objects of the wrong length")
     need(sorted(entry[0] for entry in objects or ()) == good, "objects of other slots")
 
 
@@ -226,10 +226,10 @@ def _check_acted(acted: Any, slots: list[int], layout: Layout | None) -> None:
     assert layout is not None
     leaf = layout.actions[0]
     actions, logprobs = acted.actions, acted.logprobs
-    need(isinstance(actions, np.ndarray) and actions.shape == (len(slots), *leaf.shape), "actions of another shape")
-    need(actions.dtype.kind in "biuf", "actions of another type")
+    need(isinstance(actions, np.ndarray) and actions.shape == (len(slots), *leaf.shape), "actions of the wrong shape")
+    need(actions.dtype.kind in "biuf", "actions of the wrong type")
     fits = isinstance(logprobs, np.ndarray) and logprobs.shape == (len(slots),) and logprobs.dtype.kind == "f"
-    need(fits, "log-probabilities of another shape")
+    need(fits, "log-probabilities of the wrong shape")
     need(is_int(acted.version) and -1 <= acted.version < 1 << 62, "an unknown version")
 
 
@@ -238,15 +238,15 @@ def _check_acted(acted: Any, slots: list[int], layout: Layout | None) -> None:
 
 def _check_fragment_reply(request: Request, known: Known, reply: Reply, arrays: Sequence[Any]) -> None:
     result = reply.result
-    need(isinstance(result, FragmentResult), "no result of the fragment")
-    need(reply.last and reply.objects is None, "parts of a fragment")
+    need(isinstance(result, FragmentResult), "no fragment result")
+    need(reply.last and reply.objects is None, "a fragment in parts")
     done = result.num_steps
-    need(is_int(done) and 0 <= done <= request.message.num_steps, "another number of steps")
+    need(is_int(done) and 0 <= done <= request.message.num_steps, "the wrong number of steps")
     assert known.fragments is not None
     sizes = fragment_sizes(known.fragments, len(known.slots), done)
     need([len(array) for array in arrays] == sizes, "arrays that do not have the sizes of the layout")
     if not reply.slots:  # there was no policy
-        need(not reply.faults and reply.infos is None, "rows beside a policy that failed")
+        need(not reply.faults and reply.infos is None, "rows although the policy failed")
         _check_policy_error(result)
         return
     need(reply.slots == known.slots, "a fragment of other slots")
@@ -256,18 +256,18 @@ def _check_fragment_reply(request: Request, known: Known, reply: Reply, arrays: 
 
 def _check_policy_error(result: FragmentResult) -> None:
     is_error = is_policy_error(result.policy_error)
-    need(is_error and result.num_steps == 0 and result.not_sent == "", "a policy that failed without an error")
+    need(is_error and result.num_steps == 0 and result.not_sent == "", "a failed policy without its error")
 
 
 def _check_result(request: Request, known: Known, reply: Reply) -> None:
-    """Check the answer to a call, to an evaluation, or to what a worker is told of its policy."""
+    """Check the answer to a call, an evaluation, a build or a request about the policy."""
     message, result = request.message, reply.result
     if request.kind is not Kind.CALL:
-        need(reply.last, "parts of an answer that has none")
+        need(reply.last, "parts, where only a whole answer is allowed")
         if isinstance(result, FragmentResult) and request.kind is Kind.POLICY:
             _check_policy_error(result)
         else:
-            need(result is None, "a result that nobody asked for")
+            need(result is None, "a result that was not requested")
             need(request.kind is not Kind.BUILD or bool(reply.faults), "no environments")
         return
     if reply.faults:
@@ -279,41 +279,41 @@ def _check_result(request: Request, known: Known, reply: Reply) -> None:
     elif not known.is_vector:
         count = 0 if isinstance(message, SetAttr) else len(request.slots)
         so_far = len(request.parts) + len(result)
-        need(so_far == count if reply.last else so_far < count, f"{so_far} results, where {count} belong")
+        need(so_far == count if reply.last else so_far < count, f"{so_far} results, where {count} are expected")
 
 
 def _check_episodes(message: Evaluate, so_far: list[Any], part: list[Any], last: bool) -> None:
     for episode in part:
-        need(isinstance(episode, Episode) and is_int(episode.number), "results that are no episodes")
+        need(isinstance(episode, Episode) and is_int(episode.number), "results that are not episodes")
         fits = isinstance(episode.total, float) and is_int(episode.length) and 0 <= episode.length < 1 << 62
-        need(fits and episode.number in message.episodes, "episodes that nobody asked for")
+        need(fits and episode.number in message.episodes, "episodes that were not requested")
         frames = isinstance(episode.frames, list) if episode.number < message.record else episode.frames is None
-        need(frames, "frames that nobody asked for")
+        need(frames, "frames that do not match the request")
     join(so_far, part)
     numbers = [episode.number for episode in so_far]
-    need(len(set(numbers)) == len(numbers), "an episode twice")
+    need(len(set(numbers)) == len(numbers), "a duplicate episode")
     if last:
-        need(sorted(numbers) == sorted(message.episodes), "fewer episodes")
+        need(sorted(numbers) == sorted(message.episodes), "too few episodes")
         for episode in so_far:
-            need(episode.frames is None or len(episode.frames) == episode.length + 1, "another number of frames")
+            need(episode.frames is None or len(episode.frames) == episode.length + 1, "the wrong number of frames")
 
 
 def _check_built(request: Request, known: Known, built: Built) -> None:
     need(is_int(built.request) and built.request == request.number, "the number of another request")
     _check_faults(request, known, built)
-    need(isinstance(built.metadata, dict), "metadata that is none")
-    need(built.render_mode is None or is_text(built.render_mode), "a render mode that is none")
-    need(isinstance(built.others, list), "spaces that are none")
+    need(isinstance(built.metadata, dict), "malformed metadata")
+    need(built.render_mode is None or is_text(built.render_mode), "a malformed render mode")
+    need(isinstance(built.others, list), "malformed spaces")
     spaces = [built.observation_space, built.action_space]
     for slot, *its in built.others:
         need(is_int(slot) and slot in known.slots and len(its) == 2, "spaces of other slots")
         spaces += its
     for space in spaces:
-        need(not isinstance(space, np.ndarray), "spaces that are none")  # those do not compare
+        need(not isinstance(space, np.ndarray), "malformed spaces")  # arrays do not compare as a whole
 
 
 def _check_faults(request: Request, known: Known, reply: Reply | Built) -> None:
-    need(isinstance(reply.faults, list) and len(reply.faults) <= len(known.slots), "faults that are none")
+    need(isinstance(reply.faults, list) and len(reply.faults) <= len(known.slots), "malformed faults")
     own: list[int] = known.slots
     if request.brings == "rows" and not known.is_vector:
         own = getattr(reply, "slots", [])
@@ -324,7 +324,7 @@ def _check_faults(request: Request, known: Known, reply: Reply | Built) -> None:
     for fault in reply.faults:
         need(isinstance(fault, Fault) and is_int(fault.slot) and fault.slot in own, "faults of other slots")
         need(isinstance(fault.phase, str) and fault.phase in _PHASES, "a fault in an unknown phase")
-        need(is_text(fault.error) and is_text(fault.traceback), "a fault without a text")
+        need(is_text(fault.error) and is_text(fault.traceback), "a fault without text")
         numbers = [fault.incarnation, fault.step, 0 if fault.seed is None else fault.seed]
-        need(all(map(is_int, numbers)), "a fault without its place")
-    need(len({fault.slot for fault in reply.faults}) == len(reply.faults), "a fault twice")
+        need(all(map(is_int, numbers)), "a fault with a malformed incarnation, step or seed")
+    need(len({fault.slot for fault in reply.faults}) == len(reply.faults), "a duplicate fault")

@@ -1,4 +1,4 @@
-"""What the checks of answers have in common: a condition that must hold, and kinds of values. Pure."""
+"""Helpers for the checks of answers: assert a condition, and test the type of a value. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LONGEST_TEXT = 1 << 20
 
 
 def need(holds: bool, what: str) -> None:
-    """Raise ProtocolError unless the condition holds; `what` names what the answer has otherwise."""
+    """Raise ProtocolError unless the condition holds; `what` names what is wrong with the answer."""
     if not holds:
         raise ProtocolError(f"an answer with {what}")
 
@@ -26,5 +26,5 @@ def is_text(value: Any) -> bool:
 
 
 def is_policy_error(value: Any) -> bool:
-    """Return whether this is what a worker says of a policy that failed: the error, and its traceback."""
+    """Return whether this is a worker's report of a failed policy: the error and its traceback."""
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_text, value))

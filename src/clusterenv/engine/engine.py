@@ -1,8 +1,8 @@
-"""The engine: everything that the head decides about a run, without any I/O. Time comes in, instructions go out.
+"""The engine: everything that the head decides about a run, without I/O. Time is passed in, instructions come out.
 
-The driver asks (`step`, `reset`, `call`, ...), hands over what the executor heard (`receive`), and carries out what is
-in `state.out`. Each fact has one owner: slots, workers, requests, rows, incarnations (`State`); `Failures` changes
-several of them when something goes wrong.
+The driver makes requests (`step`, `reset`, `call`, ...), passes on what the executor received (`receive`), and carries
+out the instructions in `state.out`. Each fact has one owner: slots, workers, requests, rows, incarnations (`State`);
+`Failures` changes several of them when something fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from clusterenv.wire.requests import Act, Acted, Attach, Built, Call, Reply, Res
 __all__ = ["Engine"]
 
 _SLOW_EVERY = 256
-"""Steps between two looks for slow environments."""
+"""Steps between two checks for slow environments."""
 
 
 class Engine:
@@ -40,12 +40,12 @@ class Engine:
         self.failures = Failures(state, recovery, attach)
         self.acted: list[Acted] = []  # what the workers' policy did in the step under way
         self.pace = PaceWatch()
-        self._steps = 0  # since slow environments were looked for
+        self._steps = 0  # since the last check for slow environments
 
     # -- a step of all slots ----------------------------------------------------------------------------------
 
     def spill(self, done: int, now_s: float) -> None:
-        """Open requests for a step of all slots that only the first `done` workers have answered as usual."""
+        """Turn a step of all slots into requests, because only the first `done` workers have answered it as usual."""
         state = self.state
         state.rows.expect_all()
         for worker in state.workers:
@@ -58,8 +58,8 @@ class Engine:
     # -- requests ---------------------------------------------------------------------------------------------
 
     def step(self, slots: list[int], actions: list[Any] | None, knobs: dict[str, Any] | None, now_s: float) -> None:
-        """Step these slots with the actions in shared memory, with `actions` as objects, or (`knobs`) with what the
-        workers' policy chooses."""
+        """Step these slots with the actions in shared memory or with `actions` (objects); given `knobs`, the workers'
+        policy chooses the actions."""
         state = self.state
         state.rows.expect(slots)
         place = {slot: i for i, slot in enumerate(slots)}
@@ -102,7 +102,7 @@ class Engine:
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], slots: list[int] | None, now_s: float
     ) -> list[Request]:
-        """Call a method (or read an attribute) of every environment, or of these slots'."""
+        """Call a method (or read an attribute) of the environments of these slots (None: all)."""
         state, requests = self.state, []
         for worker in state.workers:
             its = worker.slots if slots is None else [slot for slot in worker.slots if slot in slots]
@@ -112,7 +112,7 @@ class Engine:
         return requests
 
     def set_attr(self, name: str, values: dict[int, Any], now_s: float) -> list[Request]:
-        """Set on these slots' environments, as far as they are there, and on every later incarnation."""
+        """Set an attribute on those of these slots' environments that exist, and on every later incarnation."""
         state, requests = self.state, []
         state.incarnations.remember_attribute(name, values)
         for worker in state.workers:
@@ -123,14 +123,14 @@ class Engine:
         return requests
 
     def _can_be_set(self, slot: int) -> bool:
-        """Whether there is an environment, or one is being made with the attributes that were there before."""
+        """Return whether the environment exists, or is being rebuilt with the attributes known before."""
         slots = self.state.slots
         return not slots.is_gone(slot) or (slots.env(slot) is Env.REBUILDING and not self.state.is_vector)
 
-    # -- what was heard ---------------------------------------------------------------------------------------
+    # -- received messages ------------------------------------------------------------------------------------
 
     def receive(self, worker: int, message: Any, at: Progress, now_s: float) -> None:
-        """Take in what was heard of a worker; `at` is the progress that it shows."""
+        """Process a message from or about a worker; `at` is the progress that it shows."""
         state = self.state
         if isinstance(message, int):
             request = state.requests.get(worker, message)
@@ -158,7 +158,7 @@ class Engine:
     def _weights_went(self, event: WeightsSent | WeightsHeld | WeightsRefused) -> None:
         again = self.state.weights.heard(event)
         if again is not None:
-            reason = f"node {again.machine.node} could not unpack its weights: it gets them whole"
+            reason = f"node {again.machine.node} could not unpack its weights: they are sent again, unpacked"
             self.state.events.add(Event("weights_refused", reason))
             self.state.out.append(PutWeights(again))
 
@@ -166,7 +166,7 @@ class Engine:
         state = self.state
         request = state.requests.get(worker, reply.request)
         if request is None:
-            return  # a late reply to a request that nobody waits for any more
+            return  # a late reply: its request is no longer open
         if reply.last:
             state.requests.close(request)
         if request.kind is Kind.CALL:
@@ -182,7 +182,7 @@ class Engine:
         else:
             self._stepped(request, reply)
         for fault in reply.faults:
-            # A step that waited behind a fragment nobody wants any more finds the environments gone that failed there.
+            # A step queued behind an abandoned fragment reports again the environments that failed in the fragment.
             if request.kind is Kind.REBUILD or not state.slots.is_gone(fault.slot):
                 self.failures.env_failed(worker, fault, in_fragment, now_s)
 
@@ -209,13 +209,13 @@ class Engine:
     # -- the passing of time ----------------------------------------------------------------------------------
 
     def next_due_s(self, now_s: float) -> float | None:
-        """Return when something is to be started again; None: nothing is, or only what waits for a place to run."""
+        """Return when the next restart is due; None: none is, or what is due waits for a place to run."""
         state = self.state
         absent = [worker.start_at_s for worker in state.workers.absent()] if state.slots else []
         return min((due_s for due_s in (*state.slots.due_times(), *absent) if due_s > now_s), default=None)
 
     def delivered(self, slots: Any, ended: Any) -> None:
-        """Rows of these slots were handed over: under NEXT_STEP the next one of an episode that ended is a reset's."""
+        """Record a delivery. Under NEXT_STEP the row after an ended episode is a reset row: its slot must come back."""
         state = self.state
         if state.slots and state.slots.mode is AutoresetMode.NEXT_STEP:
             for slot in slots[ended].tolist():
@@ -235,12 +235,12 @@ class Engine:
     # -- giving up --------------------------------------------------------------------------------------------
 
     def give_up_rows(self) -> None:
-        """Forget every row that was not delivered; the losses that they would have reported are reported later."""
+        """Forget every undelivered row; the losses that these rows would have reported are reported later."""
         for slot, loss in self.state.rows.forget().items():
             self.state.slots.not_reported(slot, loss)
 
     def resume(self, saved: dict[str, Any], now_s: float) -> None:
-        """At the next reset every slot goes on as its next incarnation: other seeds, the same sticky attributes."""
+        """Continue each slot with its next incarnation at the next reset: other seeds, the same sticky attributes."""
         state = self.state
         state.incarnations.load_state_dict(saved)
         for worker in state.workers:

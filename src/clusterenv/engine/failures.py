@@ -1,7 +1,7 @@
-"""What becomes of environments and workers that fail: reported, waited for, started again. Pure.
+"""Failures of environments and workers: report them, back off, start again. Pure.
 
-The engine says what happened; `Slots` decides what the user sees of it, `RestartBook` how soon to try again and when to
-give up. What has to be done leaves as instructions and errors of the `State`.
+The engine reports what happened; `Slots` decides what the user sees of it, `RestartBook` how soon to try again and when
+to give up. The results are instructions and errors in the `State`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Failures:
         self._state = state
         self._recovery = recovery
         self._attach = attach
-        """What a new worker process is sent after it has been built."""
+        """Sent to a new worker process after its `Build`."""
         self._book = RestartBook(recovery)
 
     # -- losses -----------------------------------------------------------------------------------------------
 
     def env_failed(self, worker: int, fault: Fault, in_fragment: bool, now_s: float) -> None:
-        """An environment raised, or returned what nobody should learn from."""
+        """Handle an environment that raised, or returned an invalid observation or reward."""
         state, slot = self._state, fault.slot
         state.events.add(
             Event(
@@ -62,13 +62,13 @@ class Failures:
         self._lose(slot, Loss(fault.error, False), in_fragment, now_s, not_before_s)
 
     def _raise_for(self, slot: int, error: Exception, now_s: float) -> None:
-        """This loss is reported by an exception, not by a row."""
+        """Report this loss by an exception, not by a row."""
         self._state.rows.give_up(slot)
         self._state.slots.lose_by_error(slot, str(error).partition("\n")[0], now_s)
         self._state.errors.append(error)
 
     def worker_exited(self, index: int, exit: Exit, at: Progress, now_s: float) -> set[Kind]:
-        """A worker process is gone; `at` is the progress that it showed last. Returns what it was asked."""
+        """Handle the end of a worker process; `at` is its last progress. Return the kinds of its open requests."""
         state, worker = self._state, self._state.workers[index]
         asked = {request.kind for request in state.requests.close_all(index)}
         slot, phase, _ = at
@@ -109,7 +109,7 @@ class Failures:
         if in_fragment:
             state.slots.lose_in_fragment(slot, loss.reason, now_s, not_before_s)
             return
-        # The slots of a vector environment step together, and so all report a loss if one of them has to.
+        # The slots of a vector environment step together, so all of them report a loss if one has to.
         together = state.workers.of_slot(slot).slots if state.is_vector else [slot]
         row, episode = state.rows.row(slot, together), state.rows.episode(slot, together)
         reported = state.slots.lose(slot, loss, row, episode, now_s, not_before_s)
@@ -133,7 +133,7 @@ class Failures:
         state.events.add(event, level=logging.INFO)
 
     def rebuild_due(self, now_s: float) -> None:
-        """Ask for the environments that are due, of workers that run."""
+        """Rebuild the environments that are due, on workers that run."""
         state = self._state
         for worker in state.workers:
             due = [] if worker.is_absent else state.slots.due(worker.slots, now_s)
@@ -158,7 +158,7 @@ class Failures:
         state.ask(worker, Kind.REBUILD, slots, message, now_s)
 
     def rebuilt(self, slot: int, columns: Columns) -> None:
-        """The next incarnation of a slot is there; its first row lies on the undelivered side."""
+        """Record that a slot's next incarnation exists; its first row is on the undelivered side."""
         state = self._state
         event = Event("env_rebuilt", "started again", (slot,), incarnation=state.incarnations.numbers[slot])
         state.events.add(event, level=logging.DEBUG)
@@ -168,7 +168,7 @@ class Failures:
             state.slots.hold(slot, columns)
 
     def check_late(self, now_s: float) -> None:
-        """Raise for slots that are awaited, and were gone for too long."""
+        """Report awaited slots that have been gone for too long as an error."""
         limit_s, rows = self._recovery.recovery_timeout_s, self._state.rows
         late = self._state.slots.late(rows.awaited & ~rows.ready, now_s, limit_s)
         if late:

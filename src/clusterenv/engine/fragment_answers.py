@@ -1,7 +1,7 @@
-"""Check the result of a fragment against what was asked, and against its own arrays. Pure; called by `answers.check`.
+"""Check the result of a fragment against its request and its own arrays. Pure; called by `answers.check`.
 
-The codec has made sure that it is plain data; here, that indices point into the fragment, arrays have the shapes of its
-spaces, and flags, last observations and samples agree, before anything is made of them.
+The codec has ensured that the result is plain data. These checks ensure, before anything is used, that indices point
+into the fragment, arrays have the shapes of its spaces, and flags, final observations and samples agree.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _LONGEST_KEY = 1000
 def check_fragment(
     result: FragmentResult, request: Request, columns: int, layout: ArenaLayout, frames: Sequence[Any]
 ) -> None:
-    """Raise ProtocolError unless this can be the result of a request for a fragment of so many environments.
+    """Raise ProtocolError unless this can be the result of a request for a fragment of `columns` environments.
 
     Args:
-        frames: the bytes of its arrays, as `memory.transfer` has them, of the steps that the result says are done.
+        frames: the bytes of its arrays, in the format of `memory.transfer`, for the steps that the result has.
     """
     num_steps = result.num_steps
     _check_numbers(result, columns)
     error = result.policy_error
     if error is not None:
-        need(is_policy_error(error), "a policy error that is none")
+        need(is_policy_error(error), "a malformed policy error")
     elif request.version is not None:
         need(result.version == request.version, "a fragment of another version")
     _check_finals(result.finals, num_steps, columns, layout.obs)
@@ -45,93 +45,93 @@ def check_fragment(
         # One step more: the policy may have failed after the sample was taken.
         _check_samples(result.samples, min(num_steps + 1, request.message.num_steps), columns)
     _check_state(result.initial_state, columns)
-    need(isinstance(result.episodes, list) and isinstance(result.infos, dict), "episodes or infos that are none")
+    need(isinstance(result.episodes, list) and isinstance(result.infos, dict), "malformed episodes or infos")
     _check_episodes(result.episodes, num_steps, columns)
     for key, entries in result.infos.items():
-        need(key in request.info_keys and isinstance(entries, list), "infos that nobody asked for")
+        need(key in request.info_keys and isinstance(entries, list), "infos that were not requested")
         for t, column, _ in entries:
             need(_is_place(t, num_steps) and _is_place(column, columns), "an info outside the fragment")
     received = view_fragment(specs_of(layout), columns, num_steps, frames)
     for array in received.arrays:
         if array.dtype == np.bool_ and array.size:
-            need(int(array.view(np.uint8).max()) <= 1, "flags that are neither 0 nor 1")  # numpy trusts a bool
+            need(int(array.view(np.uint8).max()) <= 1, "flags that are neither 0 nor 1")  # numpy assumes this
     if error is None:  # else its rows are not used
         _check_rows(result, received)
 
 
 def check_missing(missing: Any) -> None:
-    """Check what the answer to a fragment has in place of infos."""
+    """Check the missing keys that the answer to a fragment may have in place of infos."""
     if missing is not None:
         need(
             isinstance(missing, MissingKeys) and (missing.mask is None or _is_key(missing.mask)),
-            "missing keys that are none",
+            "malformed missing keys",
         )
         for keys in (missing.info_keys, missing.seen):
             need(
                 isinstance(keys, list) and len(keys) <= _MOST_KEYS and all(map(_is_key, keys)),
-                "missing keys that are none",
+                "malformed missing keys",
             )
 
 
 def _check_numbers(result: FragmentResult, columns: int) -> None:
-    need(is_int(result.version), "a version that is no number")
+    need(is_int(result.version), "a version that is not an integer")
     times = (result.env_s, result.policy_s)
-    need(all(isinstance(value, float) and 0 <= value < float("inf") for value in times), "times that are none")
+    need(all(isinstance(value, float) and 0 <= value < float("inf") for value in times), "malformed times")
     need(
         isinstance(result.not_sent, str) and len(result.not_sent) < _LONGEST_KEY,
-        "infos that were not sent for no reason",
+        "a malformed reason for infos that were not sent",
     )
     step_s = result.step_s
     if step_s is not None:
         need(
             isinstance(step_s, np.ndarray) and step_s.dtype == np.float32 and step_s.shape == (columns,),
-            "times that are none",
+            "malformed times",
         )
-        need(bool(np.isfinite(step_s).all() and (step_s >= 0).all()), "times that are none")
+        need(bool(np.isfinite(step_s).all() and (step_s >= 0).all()), "malformed times")
 
 
 def _check_episodes(episodes: list[Any], num_steps: int, columns: int) -> None:
-    # Hundreds in each fragment of short episodes: a call for each value would take longer than all other checks.
+    # A fragment of short episodes has hundreds: a call for each value would take longer than all other checks.
     for t, column, total, length, info in episodes:
         if not (type(t) is type(column) is type(length) is int and 0 <= t < num_steps and 0 <= column < columns):
             raise ProtocolError("an answer with an episode outside the fragment")
         if not (type(total) is float and 0 <= length < 1 << 62 and type(info) is dict):
-            raise ProtocolError("an answer with an episode without return and length")
+            raise ProtocolError("an answer with an episode whose return, length or info is malformed")
 
 
 def _check_rows(result: FragmentResult, received: FragmentArrays) -> None:
-    """Check that flags and last observations agree: each valid row that ends an episode has one, and no other row."""
+    """Check flags against final observations: valid rows that end an episode have one, rows that end none do not."""
     ended, valid = received.terminations | received.truncations, received.valid
-    need(not (valid[1:] & ~valid[:-1]).any(), "rows that are valid again")
+    need(not (valid[1:] & ~valid[:-1]).any(), "valid rows after invalid ones")
     has_final = np.zeros_like(valid)
     if result.finals.t is not None:
         has_final[result.finals.t, result.finals.columns] = True
-        need(int(has_final.sum()) == len(result.finals.t), "a last observation twice")
-    need(not (has_final & ~ended).any(), "last observations of episodes that go on")
-    need(not (ended & valid & ~has_final).any(), "episodes that ended without a last observation")
+        need(int(has_final.sum()) == len(result.finals.t), "a duplicate final observation")
+    need(not (has_final & ~ended).any(), "final observations of episodes that continue")
+    need(not (ended & valid & ~has_final).any(), "episodes that ended without a final observation")
 
 
 def _check_finals(finals: Any, num_steps: int, columns: int, leaves: tuple[Leaf, ...]) -> None:
-    need(isinstance(finals, Finals) and isinstance(finals.leaves, list), "last observations of another shape")
+    need(isinstance(finals, Finals) and isinstance(finals.leaves, list), "final observations of the wrong shape")
     count = _check_places(finals.t, finals.columns, num_steps, columns)
-    # Those of several workers are put together: unsigned places would make floats of them.
-    need(finals.t.dtype == np.int64 and finals.columns.dtype == np.int64, "places of another type")
-    need(len(finals.leaves) == len(leaves), "last observations of another shape")
+    # Those of several workers are concatenated: unsigned indices would turn all of them into floats.
+    need(finals.t.dtype == np.int64 and finals.columns.dtype == np.int64, "indices of the wrong type")
+    need(len(finals.leaves) == len(leaves), "final observations of the wrong shape")
     for leaf, values in zip(leaves, finals.leaves, strict=True):
         fits = isinstance(values, np.ndarray) and values.dtype == np.dtype(leaf.dtype)
-        need(fits and values.shape == (count, *leaf.shape), "last observations of another shape")
+        need(fits and values.shape == (count, *leaf.shape), "final observations of the wrong shape")
 
 
 def _check_samples(samples: Any, num_steps: int, columns: int) -> None:
-    need(isinstance(samples, DriftSamples), "samples that are none")
+    need(isinstance(samples, DriftSamples), "malformed samples")
     count = _check_places(samples.t, samples.columns, num_steps, columns)
     params = samples.params
-    need(isinstance(params, np.ndarray) and params.dtype == np.float32 and params.ndim == 2, "samples that are none")
-    need(len(params) == count and bool(np.isfinite(params).all()), "samples that are none")
+    need(isinstance(params, np.ndarray) and params.dtype == np.float32 and params.ndim == 2, "malformed samples")
+    need(len(params) == count and bool(np.isfinite(params).all()), "malformed samples")
 
 
 def _check_state(state: Any, columns: int) -> None:
-    """Check a recurrent state: arrays with a row for each environment, in tuples, lists and dicts."""
+    """Check a recurrent state: arrays with one row per environment, nested in tuples, lists and dicts."""
     if isinstance(state, (tuple, list)):
         for item in state:
             _check_state(item, columns)
@@ -139,17 +139,17 @@ def _check_state(state: Any, columns: int) -> None:
         for item in state.values():
             _check_state(item, columns)
     elif state is not None:
-        need(isinstance(state, np.ndarray) and state.ndim > 0 and len(state) == columns, "a state of another shape")
+        need(isinstance(state, np.ndarray) and state.ndim > 0 and len(state) == columns, "a state of the wrong shape")
 
 
 def _check_places(t: Any, columns: Any, num_steps: int, num_columns: int) -> int:
     for values, limit in ((t, num_steps), (columns, num_columns)):
         need(
             isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu",
-            "places that are no numbers",
+            "indices that are not integers",
         )
-        need(len(values) == 0 or (values.min() >= 0 and values.max() < limit), "places outside the fragment")
-    need(len(t) == len(columns), "places without a column")
+        need(len(values) == 0 or (values.min() >= 0 and values.max() < limit), "indices outside the fragment")
+    need(len(t) == len(columns), "step and column indices of different lengths")
     return len(t)
 
 

@@ -1,4 +1,4 @@
-"""Who hangs, and who is slow: judgements over the workers' progress, step times and a clock. Pure."""
+"""Find hung workers and slow environments, from the workers' progress, step times and a passed-in clock. Pure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Health", "PaceWatch", "innermost_line"]
 
 _SLOW_FACTOR = 5.0
 _SLOW_S = 0.001
-"""Below this a step's time is the scheduler's noise, not the environment's."""
+"""Shorter step times are dominated by scheduling noise, not by the environment."""
 
 
 class Health:
-    """Workers that have something to do and do not get on with it."""
+    """Find workers that have something to do and make no progress."""
 
     def __init__(self, workers: Workers, requests: Requests, weights: WeightLedger, recovery: Recovery) -> None:
         self._workers = workers
@@ -32,14 +32,14 @@ class Health:
         self._recovery = recovery
 
     def watched(self) -> list[int]:
-        """Return the workers whose progress `watch` wants to know."""
+        """Return the workers to check with `watch`."""
         is_busy = self._requests.is_busy
         return [w.index for w in self._workers if w.state is WorkerState.RUNNING and is_busy(w.index)]
 
     def watch(self, index: int, at: Progress, now_s: float) -> Instruction | None:
-        """Have a worker killed that has not moved for too long; before that, ask where it is."""
+        """Return an instruction to kill a worker that is stuck for too long or, before that, to trace its stack."""
         worker, phase = self._workers[index], PHASES[at[1]]
-        if self._weights.is_travelling(index):  # its requests wait on its node: it has not begun them
+        if self._weights.is_travelling(index):  # its requests wait on its node, and have not begun
             worker.asked(now_s)
             return None
         stuck_s, (option, limit_s) = worker.stuck_s(at, now_s), self._recovery.timeout_of(phase)
@@ -49,7 +49,7 @@ class Health:
         return TraceStack(index) if at[0] >= 0 and worker.is_warning_due(stuck_s) else None
 
     def long_call(self, index: int, stack: str, at: Progress, now_s: float) -> Event | None:
-        """Return a warning of a worker that has been in one call for long; `stack` says where. None: it went on."""
+        """Return a warning about a worker's long call; `stack` shows where it is. None: the call has ended."""
         slot, phase, _ = at
         stuck_s = self._workers[index].stuck_s(at, now_s)
         option, limit_s = self._recovery.timeout_of(PHASES[phase])
@@ -62,20 +62,20 @@ class Health:
 
 
 def innermost_line(stack: str) -> str:
-    """Return the line of a faulthandler text in which the main thread is: "env.py:12 in step"; empty without one."""
+    """Return the current line of the main thread in a faulthandler text, e.g. "env.py:12 in step"; empty if none."""
     _, _, current = stack.partition("Current thread ")
     found = re.search(r'File "(.*)", line (\d+) in (.*)', current)
     return f"{found[1]}:{found[2]} in {found[3]}" if found else ""
 
 
 class PaceWatch:
-    """An environment much slower than its peers is named, never declared dead."""
+    """Report environments that are much slower than the others, without treating them as failed."""
 
     def __init__(self) -> None:
         self.slow: set[int] = set()
 
     def newly_slow(self, pace_s: Any) -> list[tuple[int, str]]:
-        """(slot, why) of those not named before; `pace_s` [N], 0 where nothing was measured."""
+        """Return (slot, reason) of those not reported before; `pace_s` [N], 0 where nothing was measured."""
         known = pace_s > 0
         if known.sum() < 3:
             return []

@@ -1,4 +1,4 @@
-"""What each slot's environments have in common over its incarnations: seeds, and attributes to set again. Pure."""
+"""Incarnations of each slot: their numbers, their seeds, and the attributes to set again on each. Pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ __all__ = ["Incarnations"]
 
 
 _BLOCK = 64
-"""Incarnations that are reserved at once."""
+"""Number of incarnations to reserve at once."""
 
 
 class Incarnations:
-    """
+    """Count the incarnations of each slot, and keep what they have in common.
+
     Args:
-        first: the number of each slot's first incarnation; an earlier head of the run has used those below.
-        reserved: up to this one no later head uses them (`Reserve`); None: there is none.
+        first: number of each slot's first incarnation; earlier heads of the run may have used lower ones.
+        reserved: no later head uses incarnations up to this one (`Reserve`); None: there is no later head.
     """
 
     def __init__(self, num_envs: int, first: int = 0, reserved: int | None = None) -> None:
@@ -34,16 +35,16 @@ class Incarnations:
         """Changes with `stickies`."""
 
     def set_bases(self, bases: Iterable[int | None]) -> None:
-        """What later incarnations derive their seeds from; None keeps what was there."""
+        """Set what later incarnations derive their seeds from; None keeps a slot's present base."""
         self._bases = [old if new is None else new for old, new in zip(self._bases, bases, strict=True)]
 
     def seed(self, slot: int) -> int:
-        """Of the slot's present incarnation."""
+        """Return the seed of the slot's present incarnation."""
         sequence = np.random.SeedSequence((abs(self._bases[slot]), slot, self.numbers[slot]))
         return int(sequence.generate_state(1, np.uint32)[0] >> 1)
 
     def begin_next(self, slots: Iterable[int]) -> Reserve | None:
-        """Begin the next incarnation of these slots; what is returned is to be carried out before it is used."""
+        """Begin the next incarnation of these slots. The returned instruction must be carried out before its use."""
         for slot in slots:
             self.numbers[slot] += 1
         if self._reserved is None or max(self.numbers) <= self._reserved:
@@ -72,7 +73,7 @@ class Incarnations:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._bases = list(state["seed_base"])
         saved = state["incarnations"]
-        # Where incarnations are reserved, none is used twice: this head, or one before it, may be further on.
+        # Where incarnations are reserved, none is used twice: this head, or an earlier one, may have advanced further.
         self.numbers = saved[:] if self._reserved is None else list(map(max, saved, self.numbers))
         self.stickies_epoch += 1
         self.stickies = [[Sticky(*sticky) for sticky in stickies] for stickies in state["stickies"]]

@@ -1,4 +1,4 @@
-"""What an executor reports beside the answers of workers."""
+"""What an executor reports to the engine besides the answers of workers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ __all__ = ["Cause", "Exit", "Placed", "Stack", "WeightsHeld", "WeightsRefused", 
 
 
 class Cause(enum.Enum):
-    """Why a worker is gone. Only a crash is its own fault: it may raise, and counts towards a crash loop."""
+    """Why a worker is gone. Only a crash is the worker's own fault: it may raise, and counts towards a crash loop."""
 
     CRASHED = "crashed"
     """It ended by itself, or hung and was killed."""
     NODE_LOST = "node lost"
     """Its machine is gone, or cannot be reached."""
     INTERRUPTED = "interrupted"
-    """Ctrl-C in the calling process, where that is the worker."""
+    """Ctrl-C in the calling process, which is the worker (`Local(workers=0)`)."""
     MOVED = "moved"
-    """On purpose: its slots go on elsewhere."""
+    """On purpose: its slots continue on another node."""
 
 
 class Exit(NamedTuple):
@@ -30,13 +30,13 @@ class Exit(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Where a worker is: what `Processes.stack` asked for."""
+    """The stack of a worker, as requested by `Processes.stack`."""
 
     text: str
 
 
 class Placed(NamedTuple):
-    """The workers of a shard run on this node from now on, over this session; node None: nowhere."""
+    """The workers of a shard run on this node from now on, in this session; node None: on no node."""
 
     shard: int
     node: int | None
@@ -51,11 +51,11 @@ class WeightsSent(NamedTuple):
 
 
 class WeightsHeld(NamedTuple):
-    """The machine has these weights, all of them."""
+    """The machine has received these weights completely."""
 
     number: int
     at: float | None = None
-    """When; None: they did not travel."""
+    """When they arrived; None: they did not travel."""
 
 
 class WeightsRefused(NamedTuple):

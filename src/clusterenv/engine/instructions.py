@@ -1,4 +1,4 @@
-"""What the engine wants done: the driver carries it out, in the order in which it was left."""
+"""Instructions of the engine, which the driver carries out in the order in which they were queued."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ class Send(NamedTuple):
     worker: int
     message: Any
     request: Request | None
-    """None: it is not answered."""
+    """None: the message is not answered."""
 
 
 class PutWeights(NamedTuple):
-    """Bring weights to where the workers of a machine read them."""
+    """Transfer weights to where the workers of a machine read them."""
 
     transfer: Transfer
 
 
 class Kill(NamedTuple):
-    """End a worker that hangs."""
+    """Kill a hung worker."""
 
     worker: int
 
 
 class TraceStack(NamedTuple):
-    """Ask where a worker is."""
+    """Request the stack of a worker."""
 
     worker: int
 
 
 class Reserve(NamedTuple):
-    """Have no later head of this run use incarnations up to this one, before any of them is used."""
+    """Keep later heads of this run from using incarnations up to this one, before any of them is used."""
 
     incarnation: int
 

@@ -1,8 +1,8 @@
-"""The request ledger: what was asked of each worker and is not answered yet. Pure.
+"""The request ledger: every request to a worker that is not answered yet. Pure.
 
 A request is opened before its message is sent, and closed by its last answer or by the end of the worker's process.
-A step of all slots is one number for all workers; requests are opened for it only where one has not answered as usual.
-Executors keep no copy of a request: answers from other machines are checked against the entry here, and noted in it.
+A step of all slots has one number for all workers; it opens requests only for workers that did not answer as usual.
+Executors keep no copy of a request: answers from other machines are checked against its entry, and recorded in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from clusterenv.wire.requests import Reply
 __all__ = ["Brings", "Kind", "Request", "Requests"]
 
 Brings = Literal["nothing", "rows", "fragment"]
-"""What an answer carries beside its message."""
+"""What an answer carries besides its message."""
 
 
 class Kind(enum.Enum):
@@ -38,23 +38,23 @@ class Request:
     kind: Kind
     worker: int
     slots: list[int]
-    """The slots that it is about, ascending."""
+    """The slots that it concerns, ascending."""
     message: Any = None
     """What was sent; None: a whole step."""
     version: int | None = None
     """Fragments: the version that acts."""
     info_keys: tuple[str, ...] = ()
-    """Fragments: the infos that were asked for."""
+    """Fragments: the requested infos."""
     brings: Brings = field(init=False)
 
-    # What has come so far.
+    # What has arrived so far.
     remaining: set[int] = field(init=False)
-    """Slots whose row has not come yet, where it brings rows."""
+    """Slots whose row has not arrived yet, if it brings rows."""
     parts: list[Any] = field(default_factory=list, init=False)
-    """Results of a call that have come, where they come in parts."""
+    """Results of a call that have arrived, if they come in parts."""
     received_bytes: int = field(default=0, init=False)
     reserved_bytes: int = field(default=0, init=False)
-    """How much its answers may have, while they are to come from another machine; 0: none is to come."""
+    """Maximum size of its answers while they are expected from another machine; 0: none is expected."""
     reply: Reply | None = field(default=None, init=False)
     """The answer to a call, until the caller has read it."""
 
@@ -82,7 +82,7 @@ class Requests:
         self.slots_of = slots_of
         self._open: list[dict[int, Request]] = [{} for _ in slots_of]
         self.count = 0
-        """How many are open."""
+        """Number of open requests."""
 
     def next_number(self) -> int:
         """Return the number of the next request; 0 is never used."""
@@ -90,16 +90,16 @@ class Requests:
         return self.number
 
     def open(self, worker: int, kind: Kind, slots: list[int], message: Any) -> Request:
-        """Record that `message` is asked of `worker`."""
+        """Open a request for `message`, which is sent to `worker`."""
         return self._add(Request(message.request, kind, worker, slots, message))
 
     def part_of_step(self, worker: int) -> Request:
-        """Return what this worker is asked by the step of all slots; it is not open unless `open_step` did that."""
+        """Return this worker's part of the step of all slots; it is open only if `open_step` opened it."""
         request = self._open[worker].get(self.step_all)
         return request or Request(self.step_all, Kind.STEP, worker, self.slots_of[worker])
 
     def open_step(self, worker: int) -> Request:
-        """Open a request of its own for this worker's part of the step of all slots, unless there is one."""
+        """Return the open request for this worker's part of the step of all slots; open it if necessary."""
         request = self._open[worker].get(self.step_all)
         return self._add(self.part_of_step(worker)) if request is None else request
 
@@ -109,7 +109,7 @@ class Requests:
         return request
 
     def get(self, worker: int, number: int) -> Request | None:
-        """Return the open request with this number; None: it was answered, abandoned, or never asked."""
+        """Return the open request with this number; None: it was answered, abandoned, or never made."""
         return self._open[worker].get(number)
 
     def close(self, request: Request) -> None:
@@ -117,7 +117,7 @@ class Requests:
             self.count -= 1
 
     def close_all(self, worker: int) -> list[Request]:
-        """Close everything that this worker was asked: its process is gone. Returns what it was."""
+        """Close all requests to this worker, whose process is gone, and return them."""
         requests = list(self._open[worker].values())
         self._open[worker].clear()
         self.count -= len(requests)

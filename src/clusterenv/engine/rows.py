@@ -1,4 +1,4 @@
-"""Rows on their way to the user: which are awaited, which have arrived, and one delivery of them."""
+"""Rows on their way to the user: which are awaited, which have arrived, and how they are delivered."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Rows(NamedTuple):
     truncations: Any
     infos: dict[str, Any]
     lost: dict[int, Loss]
-    """Rows whose episode was lost, by row number."""
+    """Row number → why its episode was lost."""
 
 
 class Delivery:
-    """The head's view of the rows in shared memory. It alone turns their sides."""
+    """The head's view of the rows in shared memory. Only this class switches their sides."""
 
     def __init__(self, num_envs: int, space: Space[Any], buffers: Buffers) -> None:
         self._space = space
@@ -39,27 +39,27 @@ class Delivery:
         self.buffers = buffers
         leaves = buffers.layout.obs
         self._only = buffers.obs[0] if len(leaves) == 1 and not leaves[0].path else None
-        """The observations, where the space is one array."""
-        # What the user asked for and has not got yet.
+        """The observations, if the space is a single array."""
+        # Rows that the user asked for and has not received yet.
         self.awaited = np.zeros(num_envs, dtype=np.bool_)
         self.ready = np.zeros(num_envs, dtype=np.bool_)
         self.is_loss = np.zeros(num_envs, dtype=np.bool_)
-        """Ready rows that report a loss and have no place in shared memory: the undelivered side is free."""
-        self.sent = False  # something was sent outside the hot loop, and may be awaited still
+        """Ready rows that report a loss. They are not in shared memory: the undelivered side is free."""
+        self.sent = False  # something was sent outside the hot loop, and may still be awaited
         self.resetting: dict[int, tuple[int | None, Any]] = {}  # awaited resets: seed, options
         self._columns: list[Columns] = []
         self._objects: list[list[Any]] = [[] for _ in range(num_envs)]  # last delivered
         self._next_objects: dict[int, list[Any]] = {}  # of rows not delivered yet
-        self._lost_rows: dict[int, Loss] = {}  # told in the coming delivery
-        self._side: int | None = 0  # which side was delivered last, if it is the same for all
-        # What is known of each slot's episode.
+        self._lost_rows: dict[int, Loss] = {}  # reported by the next delivery
+        self._side: int | None = 0  # the side that was delivered last, if it is the same for all
+        # State of each slot's episode.
         self.started = np.zeros(num_envs, dtype=np.bool_)
         self.ended = np.zeros(num_envs, dtype=np.bool_)
         self.proven = np.zeros(num_envs, dtype=np.bool_)
         self._all_proven = False
 
     def close(self) -> None:
-        """Give up the memory: views would keep it open."""
+        """Release the memory: views would keep it open."""
         self._only = None
         del self.buffers
 
@@ -73,13 +73,13 @@ class Delivery:
 
     def mark_ready(self, slots: list[int]) -> None:
         if slots:
-            # Consecutive, mostly: a slice is set faster than a list of indices.
+            # Mostly consecutive: setting a slice is faster than a list of indices.
             whole = slots[-1] - slots[0] + 1 == len(slots)
             self.ready[slice(slots[0], slots[-1] + 1) if whole else slots] = True
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a row is awaited that was asked for outside the hot loop."""
+        """Whether a row is awaited that was requested outside the hot loop."""
         return self.sent and bool(self.awaited.any())
 
     @property
@@ -87,17 +87,17 @@ class Delivery:
         return int(np.count_nonzero(self.ready))
 
     def has_ended(self, slot: int) -> bool:
-        """Whether the newest row of this slot, delivered or not, ended an episode."""
+        """Return whether the newest row of this slot, delivered or not, ended an episode."""
         if self.ready[slot] and not self.is_loss[slot]:
             return bool(self.buffers.terminated[slot] or self.buffers.truncated[slot])
         return bool(self.ended[slot])
 
     def has_row(self, slots: list[int]) -> bool:
-        """Whether the undelivered side of any of these slots holds a row that waits for delivery."""
+        """Return whether the undelivered side of any of these slots holds a row that waits for delivery."""
         return bool((self.ready[slots] & ~self.is_loss[slots]).any())
 
     def row(self, slot: int, together: list[int]) -> Row:
-        """Return what the user waits for of this slot; `together`: the slots that step and end with it."""
+        """Return the state of this slot's row; `together`: the slots that step and end with it."""
         if self.is_loss[slot]:
             return Row.READY_LOSS
         if self.ready[slot]:
@@ -112,13 +112,13 @@ class Delivery:
         return Episode.ENDED if all(map(self.has_ended, together)) else Episode.RUNNING
 
     def give_up(self, slot: int) -> None:
-        """Nobody waits for this slot's row any more: an exception reports what became of it."""
+        """Stop waiting for this slot's row: an exception reports the loss."""
         self.awaited[slot] = self.started[slot] = self.ready[slot] = self.is_loss[slot] = False
         self._lost_rows.pop(slot, None)
         self.resetting.pop(slot, None)
 
     def add_rows(self, reply: Reply) -> None:
-        """What lies beside the shared memory."""
+        """Add what a reply carries besides the rows in shared memory: objects and infos."""
         self.add_objects(reply)
         if reply.infos:
             self._columns.append(reply.infos)
@@ -133,7 +133,7 @@ class Delivery:
         self.mark_ready([slot])
 
     def first_row(self, slot: int, columns: Columns, lost: Loss | None) -> None:
-        """The first row of a new incarnation is the awaited row; under SAME_STEP it reports the loss too."""
+        """Use the first row of a new incarnation as the awaited row; under SAME_STEP it also reports the loss."""
         if lost is not None:
             last = self.peek_obs(np.array([slot]))
             final = {"final_obs": _first(self._space, last), "final_info": {}}
@@ -144,26 +144,26 @@ class Delivery:
         self.mark_ready([slot])
 
     def adopt(self, slot: int) -> None:
-        """The first row of a new incarnation becomes what a fragment goes on from."""
+        """Start the next fragment from the first row of a new incarnation."""
         self.buffers.side[slot] ^= 1
         self._find_side()
         self._keep_objects([slot])
         self.ended[slot] = False
 
     def keep_last_obs(self, slots: list[int], last: list[Any]) -> None:
-        """`step` goes on from the last observation of a fragment; `last`: [N, ...] per leaf."""
+        """Let `step` continue from the last observation of a fragment; `last`: [N, ...] per leaf."""
         rows, side = slice(slots[0], slots[-1] + 1), self.buffers.side
         for shared, collected in zip(self.buffers.obs, last, strict=True):
             shared[side[rows], np.arange(rows.start, rows.stop)] = collected[rows]
 
     def collected(self, slots: list[int], stepped: Any) -> None:
-        """A fragment of these slots arrived: they are in the middle of an episode. `stepped`: [N], its first row."""
+        """Record that a fragment of these slots arrived: they are within an episode. `stepped`: [N], its first row."""
         self.started[slots] = True
         self.ended[slots] = False
         self.proven[slots] |= stepped[slots]
 
     def forget(self) -> dict[int, Loss]:
-        """Give up every row that was not delivered. Returns the losses that these rows would have reported."""
+        """Drop every undelivered row. Return the losses that these rows would have reported."""
         self.awaited[:] = False
         self.ready[:] = False
         self.is_loss[:] = False
@@ -171,10 +171,10 @@ class Delivery:
         self._columns, self._lost_rows, self.resetting = [], {}, {}
         return not_reported
 
-    # -- handing over -----------------------------------------------------------------------------------------
+    # -- delivering -------------------------------------------------------------------------------------------
 
     def all_rows(self, copy: bool) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """The hot loop's: a whole step in which nothing unusual happened."""
+        """Deliver a whole step in which nothing unusual happened, for the hot loop."""
         buffers = self.buffers
         if self._side is None:
             buffers.side ^= 1
@@ -200,7 +200,7 @@ class Delivery:
         return obs, buffers.reward.copy(), terminations, truncations, infos
 
     def rows(self, copy: bool) -> Rows:
-        """Hand over every row that is ready, ascending by slot."""
+        """Deliver every row that is ready, ascending by slot."""
         ready, buffers = self.ready, self.buffers
         everyone = self.ready_count == self.num_envs
         slots = self._everyone if everyone else np.flatnonzero(ready)
@@ -246,7 +246,7 @@ class Delivery:
         return Rows(slots, obs, rewards, terminations, truncations, infos, lost)
 
     def peek_obs(self, slots: Any) -> Any:
-        """The observations last delivered for these slots."""
+        """Return a copy of the observations last delivered for these slots."""
         return self._gather(slots, len(slots) == self.num_envs, True)
 
     def _gather(self, slots: Any, everyone: bool, copy: bool) -> Any:

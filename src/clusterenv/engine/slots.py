@@ -1,8 +1,8 @@
-"""Slots whose environment is not live: what the user is still to be told of them, and when they come back. Pure.
+"""Slots whose environment is not live: which loss a row still has to report, and when each is rebuilt. Pure.
 
 A slot without a record is LIVE. A record exists from the failure of the environment (or of its worker) until its next
-incarnation has taken its place; it says what has become of the environment (`Env`) and which loss no row has reported
-yet. What the user has seen of the slot, and waits for, is the row's state (`Row`), which `rows.py` owns.
+incarnation is live; it holds the state of the environment (`Env`) and a loss that no row has reported yet. What the
+user has seen of the slot, and waits for, is the state of its row (`Row`), which `rows.py` owns.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ SAME_STEP, NEXT_STEP = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP
 
 
 class Env(enum.Enum):
-    """What has become of the environment of a slot."""
+    """State of a slot's environment."""
 
     LIVE = "live"
     LOST = "lost"
-    """Gone, and no row has reported it."""
+    """Gone; no row has reported the loss yet."""
     DOWN = "down"
-    """Gone; nobody has asked for it again."""
+    """Gone; not requested again yet."""
     DUE = "due"
     """To be rebuilt, not before a given time."""
     REBUILDING = "rebuilding"
-    """The worker was asked to make it."""
+    """Its worker has been asked to rebuild it."""
     HELD = "held"
-    """Made anew; its first row waits on the undelivered side, because nobody has asked for it."""
+    """Rebuilt; its first row stays on the undelivered side until it is requested."""
 
 
 _MOVES: dict[Env, set[Env]] = {
@@ -46,11 +46,11 @@ _MOVES: dict[Env, set[Env]] = {
     Env.REBUILDING: {Env.LIVE, Env.HELD, Env.LOST, Env.DOWN, Env.DUE},
     Env.HELD: {Env.LIVE, Env.LOST, Env.DOWN, Env.DUE, Env.REBUILDING},
 }
-"""A vector environment is rebuilt whole, so that one of its slots may go from any state but LIVE to REBUILDING."""
+"""A vector environment is rebuilt as a whole, so its slots may go from any state but LIVE to REBUILDING."""
 
 
 class Row(enum.Enum):
-    """What the user waits for, or is about to get."""
+    """State of the row that the user waits for or is about to receive."""
 
     IDLE = "nothing is awaited"
     AWAITED = "the row of a step is awaited"
@@ -61,7 +61,7 @@ class Row(enum.Enum):
 
 
 class Episode(enum.Enum):
-    """What the last row that was delivered says of the slot's episode."""
+    """State of a slot's episode after its newest row."""
 
     NONE = "never started"
     RUNNING = "running"
@@ -69,15 +69,15 @@ class Episode(enum.Enum):
 
 
 class Loss(NamedTuple):
-    """Why an episode was lost, as `infos` says it."""
+    """Why an episode was lost, as reported in `infos`."""
 
     reason: str
     with_worker: bool
-    """Its worker process ended; False: the environment itself failed."""
+    """True: its worker process ended; False: the environment itself failed."""
 
 
 class SlotError(AssertionError):
-    """A transition that cannot be, with the slot's last ones."""
+    """Raised for an illegal transition; lists the slot's last transitions."""
 
 
 @dataclass(slots=True)
@@ -87,12 +87,12 @@ class Slot:
     number: int
     env: Env = Env.LIVE
     loss: Loss | None = None
-    """Of the episode, until a row has reported it."""
+    """The loss of the episode, until a row has reported it."""
     since_s: float = 0.0
     awaited_at_s: float | None = None
-    """Since when its row is awaited; None: it is not."""
+    """Since when its row has been awaited; None: it is not awaited."""
     not_before_s: float = 0.0
-    """Backoff: not rebuilt before."""
+    """Backoff: the earliest time to rebuild it."""
     columns: Columns | None = None
     """HELD: the infos of its first row."""
     history: deque[str] = field(default_factory=lambda: deque(maxlen=16))
@@ -105,30 +105,30 @@ class Slot:
 
 
 class Asked(NamedTuple):
-    """What a step of a slot that has a record comes to."""
+    """Result of stepping a slot that has a record."""
 
     loss: Loss | None = None
-    """To be reported in this row."""
+    """The loss that this row reports."""
     first: Columns | None = None
-    """The infos of the first row of the next incarnation, which is this row."""
+    """The infos of this row, if it is the first of the next incarnation."""
 
 
 def after_loss(mode: AutoresetMode, row: Row, episode: Episode, was_held: bool) -> tuple[Env, bool]:
-    """Return what becomes of a slot that was just lost, and whether its loss is to be reported by a row."""
+    """Return the new state of a slot that was just lost, and whether a row has to report the loss."""
     if row is Row.READY_LOSS:
         return Env.DOWN, False
     if row is Row.READY or (row is Row.READY_ENDING and mode is SAME_STEP):
-        # That row arrived whole and is delivered as it is: nothing may be rebuilt over it before that. The episode that
-        # goes on after it is lost; under SAME_STEP an ending row has begun the next one.
+        # That row arrived complete and is delivered unchanged: nothing may be rebuilt over it before. The episode that
+        # continues after it is lost; under SAME_STEP an ending row has already begun the next one.
         return Env.LOST, True
     if row is Row.READY_ENDING:
         return Env.DOWN, False
     if row is Row.RESETTING or was_held:
         return Env.DUE, False
-    if episode is Episode.NONE:  # nothing to report; where a row is awaited, it is the first of the next incarnation
+    if episode is Episode.NONE:  # nothing to report: an awaited row is the first of the next incarnation
         return (Env.DUE if row is Row.AWAITED else Env.DOWN), False
     if episode is Episode.ENDED and mode is NEXT_STEP:
-        return Env.DUE, False  # its next row is a reset's in any case
+        return Env.DUE, False  # its next row is a reset row in any case
     if row is Row.AWAITED:
         return (Env.DUE if mode is SAME_STEP else Env.LOST), True
     if episode is Episode.ENDED and mode is AutoresetMode.DISABLED:
@@ -144,7 +144,7 @@ class Slots:
         self.records: dict[int, Slot] = {}
 
     def __bool__(self) -> bool:
-        """Whether any slot is not live."""
+        """Return whether any slot is not live."""
         return bool(self.records)
 
     def env(self, slot: int) -> Env:
@@ -152,7 +152,7 @@ class Slots:
         return Env.LIVE if record is None else record.env
 
     def is_gone(self, slot: int) -> bool:
-        """Whether there is no environment: calls cannot reach it."""
+        """Return whether the slot has no environment that calls could reach."""
         return self.env(slot) not in (Env.LIVE, Env.HELD)
 
     def gone(self) -> list[int]:
@@ -162,9 +162,9 @@ class Slots:
         return (record.not_before_s for record in self.records.values() if record.env is Env.DUE)
 
     def late(self, awaited: Any, now_s: float, limit_s: float) -> list[int]:
-        """Return the slots that are awaited, and were without an environment for longer than `limit_s` meanwhile.
+        """Return the slots that have been awaited, and without an environment, for longer than `limit_s`.
 
-        `awaited`: bools [N]. While nobody waits for a slot, nobody has it brought back either.
+        `awaited`: bools [N]. Time while a slot is not awaited does not count: it is not rebuilt then either.
         """
         late = []
         for slot in self.gone():
@@ -175,7 +175,7 @@ class Slots:
             if record.awaited_at_s is None:
                 record.awaited_at_s = now_s
             if now_s - max(record.since_s, record.awaited_at_s) > limit_s:
-                record.awaited_at_s = None  # whoever waits again has as long again
+                record.awaited_at_s = None  # the next wait gets the full limit again
                 late.append(slot)
         return late
 
@@ -185,7 +185,7 @@ class Slots:
     # -- losses -----------------------------------------------------------------------------------------------
 
     def lose(self, slot: int, loss: Loss, row: Row, episode: Episode, now_s: float, not_before_s: float) -> Loss | None:
-        """The environment failed, or its worker did. Returns the loss if the awaited row is to report it."""
+        """Record that the environment or its worker failed. Return the loss if the awaited row has to report it."""
         record = self._record(slot)
         record.since_s, record.not_before_s = now_s, not_before_s
         env, is_reported = after_loss(self.mode, row, episode, record.env is Env.HELD)
@@ -197,22 +197,22 @@ class Slots:
         return None
 
     def lose_in_fragment(self, slot: int, reason: str, now_s: float, not_before_s: float) -> None:
-        """The same within a fragment, which says itself which of its rows are invalid: it comes back at once."""
+        """Record a failure within a fragment, which flags its invalid rows itself: the slot is due at once."""
         record = self._record(slot)
         record.since_s, record.not_before_s = now_s, not_before_s
         record.move(Env.DUE, reason)
 
     def lose_by_error(self, slot: int, reason: str, now_s: float) -> None:
-        """The same where an exception reports it: it comes back when somebody asks for it."""
+        """Record a failure that an exception reports: the slot is rebuilt when it is next requested."""
         record = self._record(slot)
         record.since_s = record.not_before_s = now_s
         record.move(Env.DOWN, reason)
 
     def not_reported(self, slot: int, loss: Loss) -> None:
-        """The row that would have reported this loss was given up before its delivery: report it in the next one."""
+        """Report this loss in the next row: the row that would have reported it was given up before delivery."""
         record = self._record(slot)
         record.loss = loss
-        if record.env is Env.LIVE:  # SAME_STEP: that row was the first of the next incarnation, and is still there
+        if record.env is Env.LIVE:  # SAME_STEP: that row is the first of the next incarnation, and still in memory
             record.columns = {}
             record.move(Env.HELD, "row given up")
         elif record.env is Env.DOWN:
@@ -225,11 +225,11 @@ class Slots:
             record.move(Env.DOWN, "reported")
         return loss
 
-    # -- what is asked of them --------------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------------------------
 
     def step(self, slot: int) -> Asked | None:
-        """The user steps it. None: it is live, and its worker is asked; otherwise its row needs no worker, or (neither
-        loss nor first row) comes with its next incarnation."""
+        """Step the slot. Return None if it is live, so that its worker has to be asked. Otherwise its row needs no
+        worker, or (neither loss nor first row) comes with its next incarnation."""
         record = self.records.get(slot)
         if record is None:
             return None
@@ -243,8 +243,8 @@ class Slots:
         return Asked()
 
     def reset(self, slot: int) -> bool:
-        """The user resets it: a loss that was not reported is forgotten. Returns whether it is live, and its worker is
-        asked; otherwise its row comes with its next incarnation."""
+        """Reset the slot, and forget an unreported loss. Return whether it is live, so that its worker has to be asked;
+        otherwise its row comes with its next incarnation."""
         record = self.records.get(slot)
         if record is None:
             return True
@@ -256,7 +256,7 @@ class Slots:
         return False
 
     def start_fragment(self, slot: int) -> bool:
-        """A fragment begins with it. Returns whether its first row is to become the observation to go on from."""
+        """Begin a fragment with the slot. Return whether the fragment starts from the slot's held first row."""
         record = self.records.get(slot)
         if record is None:
             return False
@@ -267,7 +267,7 @@ class Slots:
         return False
 
     def bring_back(self, slot: int) -> None:
-        """Somebody waits for this slot: rebuild it as soon as its backoff allows."""
+        """Rebuild this slot as soon as its backoff allows."""
         record = self.records[slot]
         if record.env in (Env.LOST, Env.DOWN):
             record.move(Env.DUE, "asked for")
@@ -275,7 +275,7 @@ class Slots:
     # -- rebuilding -------------------------------------------------------------------------------------------
 
     def due(self, slots: list[int], now_s: float) -> list[int]:
-        """Return those of `slots` that are to be rebuilt now."""
+        """Return those of `slots` that have to be rebuilt now."""
         found = (self.records.get(slot) for slot in slots)
         return [r.number for r in found if r is not None and r.env is Env.DUE and r.not_before_s <= now_s]
 
@@ -284,14 +284,14 @@ class Slots:
             self._record(slot).move(Env.REBUILDING, "rebuild")
 
     def rebuilt(self, slot: int) -> Loss | None:
-        """It is live again, and its first row awaited. Returns the loss that this row is to report."""
+        """Mark the slot as live; its first row is awaited. Return the loss that this row has to report."""
         record = self.records[slot]
         loss = record.loss
         self._live(record, "rebuilt")
         return loss
 
     def hold(self, slot: int, columns: Columns) -> None:
-        """It is made anew, and nobody has asked for its first row."""
+        """Hold the rebuilt environment's first row until it is requested."""
         record = self.records[slot]
         record.columns = columns
         record.move(Env.HELD, "rebuilt")

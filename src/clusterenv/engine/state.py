@@ -1,4 +1,4 @@
-"""The owners of what is known of a run, for those modules of the engine that change several of them together."""
+"""The owners of a run's facts, for the modules of the engine that change several of them together."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class State:
     weights: WeightLedger
     events: EventLog
     is_vector: bool
-    """The slots of a worker are one vector environment: they step, fail and come back together."""
+    """The slots of a worker are one vector environment: they step, fail and are rebuilt together."""
     out: deque[Instruction] = field(default_factory=deque, init=False)
     errors: list[Exception] = field(default_factory=list, init=False)
-    """To be raised by the call that is under way, once everything that was heard has been taken in."""
+    """To be raised by the current call, after all received messages have been processed."""
 
     def ask(self, worker: int, kind: Kind, slots: list[int], message: Any, now_s: float) -> Request:
-        """Open a request and have it sent; `message.request` is its number."""
+        """Open a request and queue its message; `message.request` is its number."""
         request = self.requests.open(worker, kind, slots, message)
         self.workers[worker].asked(now_s)
         self.out.append(Send(worker, message, request))
         return request
 
     def cancel(self, request: Request) -> None:
-        """This message cannot travel: neither it nor what is left to be sent of the same kind is asked of anybody."""
+        """Cancel a request whose message cannot be sent, and all unsent requests of the same kind."""
         self.requests.close(request)
         kept = []
         for later in self.out:
@@ -53,7 +53,7 @@ class State:
         self.out.extend(kept)
 
     def send(self, worker: int, message: Any) -> None:
-        """Have a message sent that is not answered."""
+        """Queue a message that is not answered."""
         self.out.append(Send(worker, message, None))
 
     def incarnations_of(self, slots: list[int]) -> list[int]:

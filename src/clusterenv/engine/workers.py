@@ -1,4 +1,4 @@
-"""Worker processes: whether each is there, since when it shows the same progress, and when to warn of it. Pure."""
+"""Worker processes: whether each runs, since when its progress is unchanged, and when to warn about it. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 __all__ = ["Progress", "Worker", "WorkerState", "Workers"]
 
 Progress = tuple[int, int, int]
-"""(slot, phase, step of a fragment) that a worker is in; slot -1 before it began."""
+"""(slot, phase, step of a fragment) that a worker is in; slot -1 before the first."""
 
 
 class WorkerState(enum.Enum):
@@ -21,7 +21,7 @@ class WorkerState(enum.Enum):
 
 @dataclass(slots=True)
 class Worker:
-    """One worker process after another, with the same slots."""
+    """A worker: one process, replaced when it ends, always with the same slots."""
 
     index: int
     slots: list[int]
@@ -30,28 +30,28 @@ class Worker:
     warn_after_s: float
     state: WorkerState = field(default=WorkerState.RUNNING, init=False)
     start_at_s: float = field(default=0.0, init=False)
-    """ABSENT: when to start it at the earliest."""
+    """ABSENT: earliest time to start it."""
     reason: str = field(default="", init=False)
     """KILLED: why."""
     policy_epoch: int = field(default=0, init=False)
-    """Which policy it was sent, and which layout of the memory of fragments; 0: none."""
+    """Which policy it was sent (below: which layout of fragments); 0: none."""
     arena_epoch: int = field(default=0, init=False)
     seen: Progress | None = field(default=None, init=False)
     seen_at_s: float = field(default=0.0, init=False)
 
     def asked(self, now_s: float) -> None:
-        """It was given something to do: its time counts from now."""
+        """Restart its time limits: it was just given something to do."""
         self.seen, self.seen_at_s = None, now_s
 
     def stuck_s(self, progress: Progress, now_s: float) -> float:
-        """Return for how long it has shown this progress."""
+        """Return how long it has shown this progress."""
         if progress != self.seen:
             self.seen, self.seen_at_s = progress, now_s
             return 0.0
         return now_s - self.seen_at_s
 
     def is_warning_due(self, stuck_s: float) -> bool:
-        """Return whether to warn now. The next warning takes twice as long: the environment may just be slow."""
+        """Return whether to warn now. The delay doubles with each warning: the environment may just be slow."""
         if stuck_s <= self.warn_after_s:
             return False
         while self.warn_after_s < stuck_s:
@@ -62,7 +62,7 @@ class Worker:
         self.state, self.reason = WorkerState.KILLED, reason
 
     def exited(self, now_s: float) -> str:
-        """Its process is gone. Returns why it was killed, if it was."""
+        """Record that its process is gone. Return why it was killed, or an empty string."""
         reason, self.reason = self.reason, ""
         self.state, self.start_at_s = WorkerState.ABSENT, now_s
         self.policy_epoch = self.arena_epoch = 0
@@ -99,5 +99,5 @@ class Workers:
         return [worker for worker in self._workers if worker.state is WorkerState.ABSENT]
 
     def where(self, worker: int) -> str:
-        """Return where this worker is, as a user would say it."""
+        """Return where this worker runs, for messages to the user."""
         return f"node {self._workers[worker].node}" if self.num_nodes > 1 else "the machine of the workers"

@@ -1,4 +1,4 @@
-"""The start of a run: every worker makes its environments, before there is an engine to look after them."""
+"""The start of a run: make every worker build its environments, before there is an engine. Called by `Driver`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from clusterenv.wire.requests import Build, Built
 __all__ = ["Building", "lay_out", "own_mode"]
 
 _WAIT_S = 0.25
-"""How often a wait looks whether anybody hangs."""
+"""Interval between two checks for hung workers."""
 
 
 class Building:
-    """Environments being made, on workers that may still change their node."""
+    """Build all environments, on workers that may still change their node."""
 
     def __init__(
         self, executor: Executor, workers: Workers, requests: Requests, weights: WeightLedger, health: Health
@@ -42,9 +42,9 @@ class Building:
         self._built: dict[int, Built] = {}
 
     def run(self, incarnations: Incarnations, events: EventLog, timeout_s: float) -> dict[int, Built]:
-        """Have every worker make its environments; returns what they are, by worker. Raises for the first that fails.
+        """Make every worker build its environments. Return the answers by worker; raise for the first failure.
 
-        `timeout_s`: how long a worker whose node is lost may wait for another.
+        `timeout_s`: how long a worker that lost its node may wait for another.
         """
         for worker in self._workers:
             self._start(worker, incarnations)
@@ -71,7 +71,7 @@ class Building:
             worker.started()
             self._start(worker, incarnations)
         elif time.monotonic() - worker.start_at_s > timeout_s:
-            text = f"worker {worker.index} lost its node while environments were made, and no other came"
+            text = f"worker {worker.index} lost its node while environments were made, and got no other"
             raise WorkerLostError(f"{text} within recovery_timeout_s={timeout_s:g}", slots=tuple(worker.slots))
 
     def _heard(self, index: int, message: Any, events: EventLog) -> None:
@@ -96,14 +96,14 @@ class Building:
                 f"{self._executor.progress(worker.index)[0]}{last_words(exit.tail)}",
                 slots=tuple(worker.slots),
             )
-        # Its node came late, or is lost.
+        # It moves to its own node, which joined late, or its node is lost.
         self._requests.close_all(worker.index)
         self._built.pop(worker.index, None)
         worker.exited(time.monotonic())
-        emit_progress(f"making environments: worker {worker.index} {exit.reason}; it is started again")
+        emit_progress(f"making environments: worker {worker.index} {exit.reason}; restarting it")
 
     def _watch(self) -> None:
-        """Look for workers that hang."""
+        """Check for hung workers."""
         processes = self._executor.processes
         if processes is None:
             return
@@ -116,7 +116,7 @@ class Building:
 
 
 def own_mode(agreed: Agreed, is_vector: bool) -> AutoresetMode:
-    """Return the autoreset mode where the user names none: a vector environment may say its own."""
+    """Return the autoreset mode if the user gives none: a vector environment may declare its own."""
     own = agreed.metadata.get("autoreset_mode") if is_vector else None
     return own if isinstance(own, AutoresetMode) else AutoresetMode.NEXT_STEP
 
@@ -125,5 +125,5 @@ def lay_out(agreed: Agreed, num_envs: int, is_vector: bool) -> Layout:
     """Return the layout of the rows of these environments."""
     layout = make_layout(agreed.single_observation_space, agreed.single_action_space, num_envs, is_same=agreed.is_same)
     if is_vector and (not layout.actions_are_shared or any(leaf.dtype is None for leaf in layout.obs)):
-        raise SpecError("Vector(fn) takes spaces of a fixed size only (no Text, Sequence, Graph)")
+        raise SpecError("Vector(fn) supports only spaces of a fixed size (no Text, Sequence, Graph)")
     return layout

@@ -1,8 +1,8 @@
-"""The contract between the driver and whoever does its I/O: workers that are started, asked, and heard.
+"""The contract between the driver and its executor, which starts workers, sends them requests, and receives answers.
 
-`ProcessExecutor` has them on this machine, `InlineExecutor` in this process, `RemoteExecutor` on the machines of a
-cluster. The driver reads and writes one block of memory for rows and one for fragments; the executor sees to it that
-workers elsewhere see the same. What only some executors can do stands in contracts of its own: `Processes`, `Nodes`.
+`ProcessExecutor` runs them on this machine, `InlineExecutor` in this process, `RemoteExecutor` on the machines of a
+cluster. The driver reads and writes one block of memory for rows and one for fragments; the executor ensures that
+workers on other machines see the same. What only some executors can do has separate contracts: `Processes`, `Nodes`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class Printed(NamedTuple):
 
     text: str
     dropped: int
-    """Lines before these that were dropped, because nobody read them in time."""
+    """Number of lines before these that were dropped, because nobody read them in time."""
 
 
 class Executor(Protocol):
     @property
     def processes(self) -> Processes | None:
-        """Workers as processes that can be watched and ended; None where the caller's process is the worker."""
+        """Operations on worker processes; None if the calling process is the worker."""
         ...
 
     @property
     def nodes(self) -> Nodes | None:
-        """The machines of a cluster; None where there is only this one."""
+        """Operations on the nodes of a cluster; None if there is only this machine."""
         ...
 
     def start(self, index: int) -> None: ...
@@ -42,31 +42,31 @@ class Executor(Protocol):
     def allocate(self, layout: Layout) -> Any: ...
     def allocate_arena(self, layout: ArenaLayout) -> Any: ...
     def put_weights(self, transfer: Transfer) -> bool:
-        """Bring weights to where the workers of their machine read them. True: they lie there now; otherwise `poll`
-        reports what becomes of them (`WeightsSent`, `WeightsHeld`, `WeightsRefused`)."""
+        """Transfer weights to where the workers of their machine read them. True: they have arrived; otherwise `poll`
+        reports the progress (`WeightsSent`, `WeightsHeld`, `WeightsRefused`)."""
         ...
 
     def send(self, index: int, message: Any, request: Request | None = None) -> None:
-        """Send a message; `request`: the ledger's entry for it, None where nothing is answered."""
+        """Send a message; `request`: its entry in the ledger, None if it is not answered."""
         ...
 
     def step_all(self, number: int) -> tuple[int, list[tuple[int, Any]]] | None:
-        """Have every worker step all its slots, and wait for their answers as long as all is well.
+        """Make every worker step all its slots, and wait for their answers unless something unusual happens.
 
-        Returns None when every worker answered with the bare number. Otherwise the number of workers, counted from the
-        first, that have done the step, and the messages heard: replies of workers that are done bring infos or objects,
-        those of others are something unusual. What is not in there comes with `poll`; after an exception, all of it.
-        Ends early, in order, when a Ctrl-C is pending.
+        Returns None if every worker answered with the bare number. Otherwise the number of workers, counted from the
+        first, that have done the step, and the messages received: replies of workers that are done bring infos or
+        objects, those of others are unusual. All other messages come with `poll`; after an exception, all messages do.
+        Returns early, without losing anything, when a Ctrl-C is pending.
         """
         ...
 
     def poll(self, timeout_s: float) -> list[tuple[int, Any]]:
-        """(worker, message) pairs; an int is a quick reply, an `Exit` the end of that worker, and -1 stands for none.
-        May be empty."""
+        """Return (worker, message) pairs, possibly none: an int is a quick reply, an `Exit` the end of that worker.
+        Worker -1: the message is not about a worker."""
         ...
 
     def progress(self, index: int) -> tuple[int, int, int]:
-        """(slot, phase, step of a fragment) that the worker is in; slot -1 before it began."""
+        """Return (slot, phase, step of a fragment) that the worker is in; slot -1 before the first."""
         ...
 
     def stats(self) -> dict[str, Any]:
@@ -77,40 +77,40 @@ class Executor(Protocol):
 
 
 class Processes(Protocol):
-    """Workers that are processes of their own."""
+    """Operations on workers that are separate processes."""
 
     def pid(self, index: int) -> int | None: ...
     def kill(self, index: int) -> None:
-        """End a hung worker; where it hung comes with its `Exit`."""
+        """Kill a hung worker; its `Exit` says where it hung."""
         ...
 
     def stack(self, index: int) -> None:
-        """Ask where this worker is; answered by a `Stack`, unless it ends before."""
+        """Request the worker's stack; answered by a `Stack`, unless the worker ends first."""
         ...
 
 
 class Nodes(Protocol):
-    """What only clusters can do."""
+    """Operations that only clusters have."""
 
     def can_start(self, index: int) -> bool:
-        """Whether there is a place for this worker now."""
+        """Return whether there is a node for this worker now."""
         ...
 
     def is_leaving(self, index: int) -> bool:
-        """It goes on elsewhere as soon as what it was asked is done: ask no more fragments of it."""
+        """Return whether this worker moves once its requests are done: request no more fragments from it."""
         ...
 
     def scale(self, nodes: int) -> None:
-        """Run on so many machines."""
+        """Run on this number of machines."""
         ...
 
     def need_packages(self, names: tuple[str, ...]) -> None:
-        """Raise PolicyError where a machine does not have these packages, or not in versions that fit those here."""
+        """Raise PolicyError if a machine lacks these packages, or has versions that do not fit those here."""
         ...
 
 
 def is_plain(message: Any, number: int) -> bool:
-    """Whether this answers a whole step, with nothing wrong in it."""
+    """Return whether this answers a whole step, without faults."""
     if message == number:
         return True
     return isinstance(message, Reply) and message.request == number and message.last and not message.faults

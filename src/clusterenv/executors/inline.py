@@ -1,6 +1,6 @@
-"""The calling process as its own worker (`Local(workers=0)`): for a breakpoint in environment code.
+"""The executor that uses the calling process as worker (`Local(workers=0)`), e.g. for a breakpoint in environment code.
 
-Same face as `ProcessExecutor`; requests are carried out at once, and no timeout ends a debugging session.
+Same interface as `ProcessExecutor`; requests are carried out at once, and no timeout ends a debugging session.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["InlineExecutor"]
 
 
 class _Own:
-    """`Memory` that nobody shares."""
+    """`Memory` that is not shared."""
 
     def __init__(self) -> None:
         self.weight_bytes = b""
@@ -79,7 +79,7 @@ class InlineExecutor:
         return arena
 
     def put_weights(self, transfer: Transfer) -> bool:
-        """A worker is a node of its own here."""
+        """Store the weights for one worker: each worker is a separate node here."""
         memory, data, offset = self._memory[transfer.machine.node], transfer.weights.data, transfer.offset
         held = memory.weight_bytes
         memory.weight_bytes = held[:offset].ljust(offset, b"\0") + data + held[offset + len(data) :]
@@ -90,7 +90,7 @@ class InlineExecutor:
             return  # `close` does it
         try:
             reply = self._run(index, message)
-        except BaseException:  # Ctrl-C within an environment: what state it is in, nobody knows
+        except BaseException:  # Ctrl-C within an environment: its state is unknown
             self._events.append((index, Exit("was interrupted", "", Cause.INTERRUPTED)))
             raise
         if reply is not None:
@@ -98,7 +98,7 @@ class InlineExecutor:
 
     def _answer(self, index: int, reply: Any) -> None:
         if isinstance(reply, Reply) and reply.objects:
-            # Nothing is pickled here, and an environment may go on to change what it returned.
+            # Nothing is pickled here, and an environment may later modify what it returned.
             reply = reply._replace(objects=copy.deepcopy(reply.objects))
         self._events.append((index, reply))
 
@@ -111,7 +111,7 @@ class InlineExecutor:
         try:
             while waiting:
                 self.send(waiting.pop(0), number)
-        finally:  # after Ctrl-C, the others do not answer with rows
+        finally:  # after Ctrl-C, the other workers answer without rows
             self._events += [(index, Reply(number, [])) for index in waiting]
         events = self.poll(0.0)
         done = 0

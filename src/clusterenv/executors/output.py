@@ -1,6 +1,6 @@
-"""What workers print, on its way to the user: marked with the slot that printed it; what had to be dropped is counted.
+"""Log what workers print, labelled with the slot that printed it, and count the lines that had to be dropped.
 
-Lines come from the executors, with the mark that a worker puts before each (`worker/output.py`); they leave by the
+Lines come from the executors, with the mark that a worker puts before each (`worker/output.py`); they go to the
 `clusterenv.output` logger.
 """
 
@@ -19,10 +19,10 @@ class OutputLog:
     def __init__(self, slots_of: list[list[int]]) -> None:
         self._slots_of = slots_of
         self.dropped = [0] * len(slots_of)
-        """[worker]: lines that were dropped."""
+        """Number of dropped lines, by worker."""
 
     def show(self, events: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
-        """Log what was printed. Returns the other messages."""
+        """Log what was printed. Return the other messages."""
         others = [event for event in events if not isinstance(event[1], Printed)]
         if len(others) < len(events):
             for worker, message in events:

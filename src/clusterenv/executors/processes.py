@@ -1,6 +1,6 @@
-"""The executor of this machine: workers in processes of their own, over shared memory.
+"""The executor for workers in separate processes of this machine, over shared memory.
 
-Requests are encoded here, whole steps sent and awaited; the processes themselves are `WorkerProcesses`.
+It encodes requests, and sends and awaits whole steps; `WorkerProcesses` manages the processes.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class ProcessExecutor(WorkerProcesses):
         self.forward(index, encode(message))
 
     def step_all(self, number: int) -> tuple[int, list[tuple[int, Any]]] | None:
-        """Have every worker step all its slots; see the contract.
+        """Make every worker step all its slots; see the contract.
 
-        Workers are waited for in order: being woken by whoever ends first would take the core from those still at work.
+        Workers are awaited in order: waking up for the first to finish would take the core from those still working.
         """
         usual = self.ring(number)
         links, scratch, state = self._links, self._scratch, interrupts.STATE
@@ -57,7 +57,7 @@ class ProcessExecutor(WorkerProcesses):
                 try:
                     size = link.sock.recv_into(scratch)
                 except (BlockingIOError, ConnectionError):
-                    break  # silent for a while, or gone: `poll` tells
+                    break  # silent for a while, or gone: `poll` finds out
                 if size != len(usual) or link.reader.buffer or not scratch.startswith(usual):
                     messages = self._messages(index, link, size)
                     heard += [(index, message) for message in messages]
@@ -71,14 +71,14 @@ class ProcessExecutor(WorkerProcesses):
         return None if done == len(self._workers) and not heard else (done, heard)
 
     def poll(self, timeout_s: float) -> list[tuple[int, Any]]:
-        """(worker, message) pairs; an int is a quick reply, an `Exit` the end of that worker. May be empty."""
+        """Return (worker, message) pairs: an int is a quick reply, an `Exit` the end of that worker. May be empty."""
         return self._output.show(super().poll(timeout_s))
 
     def stats(self) -> dict[str, Any]:
         return {"output_lines_dropped": list(self._output.dropped)}
 
     def close(self, timeout_s: float) -> None:
-        """End everything within about `timeout_s` + 4 s, whatever state it is in. Idempotent."""
+        """End all processes within about `timeout_s` + 4 s, whatever their state. Idempotent."""
         try:
             super().close(timeout_s)
         finally:

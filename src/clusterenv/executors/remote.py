@@ -1,7 +1,7 @@
-"""Workers on other machines, with the face of local ones: the driver does not know the difference.
+"""The executor for workers on other machines; to the driver it looks like a local one.
 
-The driver reads and writes rows and fragments in memory of this process; every request takes along what its worker has
-to know of it, every answer brings back what the worker wrote. Weights are pulled by each machine once.
+The driver reads and writes rows and fragments in memory of this process; every request carries what its worker has to
+read of them, every answer brings back what the worker wrote. Each machine pulls weights once.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ from clusterenv.worker.setup import WorkerConfig
 __all__ = ["RemoteExecutor", "inputs_of", "to_worker_of"]
 
 _STEP_S = 0.25
-"""How long a whole step is awaited before hangs are looked for."""
+"""How long to wait for a whole step before checking for hangs."""
 _SCHEDULER_S = 3.0
-"""What a scheduler gets on top of `close`'s timeout: 8 s of the 10 that a user waits at most."""
+"""Time for a scheduler on top of `close`'s timeout: 8 s of the 10 that a user waits at most."""
 
 
 def to_worker_of(message: Any, shard: int, worker: int, slots: list[int]) -> ToWorker:
-    """How a message to a worker with these slots travels, and whose sides (and actions) go with it."""
+    """Return the envelope of a message to a worker with these slots; it names whose sides (and actions) go with it."""
     request = getattr(message, "request", None) or 0
     if isinstance(message, (Step, Reset, Rebuild)):
         actions = isinstance(message, Step) and message.actions is None and message.act is None
@@ -75,7 +75,7 @@ def to_worker_of(message: Any, shard: int, worker: int, slots: list[int]) -> ToW
 
 
 def inputs_of(tell: ToWorker, buffers: Buffers | None) -> list[bytes]:
-    """What the worker reads of the rows to do it."""
+    """Return the parts of the rows that the worker reads for this message."""
     return [read_inputs(buffers, tell.slots, tell.actions)] if tell.slots and buffers is not None else []
 
 
@@ -125,7 +125,7 @@ class RemoteExecutor:
         self._owner = os.getpid()
         self._placed = {shard for shard in range(len(self._workers)) if head.roster.holder(shard) is not None}
         self._hosted: set[int] = set()
-        self._may_lack: set[int] = set()  # may still ask for packages: once after each `AssignShard`
+        self._may_lack: set[int] = set()  # shards that may still request packages: once after each `AssignShard`
         self._running: set[int] = set()
         self._requests = requests
         self._answers = RemoteAnswers(requests, slots_of, self._workers, blueprint.is_vector, head.inbox.open_bytes)
@@ -134,7 +134,7 @@ class RemoteExecutor:
         self._events: list[tuple[int, Any]] = []
         self._output = OutputLog(slots_of)
         interrupts.environments_opened(self)
-        head.shard_events.clear()  # those before this moment are in `_placed`
+        head.shard_events.clear()  # earlier ones are already in `_placed`
         head.progress.expect(shard_of, len(PHASES))
 
     # -- starting ---------------------------------------------------------------------------------------------
@@ -200,9 +200,9 @@ class RemoteExecutor:
 
     def send(self, index: int, message: Any, request: Request | None = None) -> None:
         shard = self._shard_of[index]
-        body = self._encode(message)  # first: what cannot travel must not be waited for
+        body = self._encode(message)  # first: a message that cannot be encoded must not be awaited
         if index not in self._running:
-            return  # its `Exit` was handed out already, and settles what was asked of it
+            return  # its `Exit` was already returned, and settles its requests
         if isinstance(message, Close):
             return  # a node closes its shards itself
         if request is not None:
@@ -216,7 +216,7 @@ class RemoteExecutor:
             self._head.send(shard, StepAll(shard, request), [self._answers.read_inputs(shard)])
 
     def step_all(self, number: int) -> tuple[int, list[tuple[int, Any]]] | None:
-        """Have every worker step all its slots; see the contract. Where anything is unusual, `poll` has all of it."""
+        """Make every worker step all its slots; see the contract. After anything unusual, `poll` returns everything."""
         self._send_step_all(number)
         workers = len(self._shard_of)
         deadline = time.monotonic() + _STEP_S
@@ -251,7 +251,7 @@ class RemoteExecutor:
                     continue
                 try:
                     self._open(shard, message, frames)
-                except Exception as error:  # whatever a message leads to here ends its sender, never the head
+                except Exception as error:  # any failure here ends the sending node, never the head
                     self._head.shard_broke(shard, error)
         if self._head.output:
             self._show_output()
@@ -266,8 +266,8 @@ class RemoteExecutor:
                 self._output.log(output.worker, Printed(output.text, output.dropped))
 
     def _release(self) -> None:
-        """Shards that are to change hands do so where no fragment is under way, nor a call. A step that is under way is
-        lost, as the next one would be."""
+        """Release shards that are to move and have no fragment or call under way. A step under way is lost, as the next
+        one would be."""
         for shard in self._head.leaving - self._answers.busy_shards():
             self._head.release(shard)
 
@@ -293,7 +293,7 @@ class RemoteExecutor:
         elif isinstance(message, Lacks):
             self._send_code(shard, set(message.packages))
         elif message.worker not in self._workers[shard]:
-            raise ProtocolError(f"worker {message.worker} is not of shard {shard}")
+            raise ProtocolError(f"worker {message.worker} does not belong to shard {shard}")
         elif isinstance(message, Answer):
             self._heard(shard, self._answers.of_worker(message, frames), frames)
         elif isinstance(message, Exited):
@@ -303,13 +303,13 @@ class RemoteExecutor:
             self._events.append((message.worker, Stack(message.text)))
 
     def _heard(self, shard: int, replies: list[tuple[int, Any]] | None, frames: list[Any]) -> None:
-        if replies is None:  # said twice, or of another time
+        if replies is None:  # a duplicate, or its request is no longer open
             self._head.answered_nothing(shard, sum(map(len, frames)))
         else:
             self._events += replies
 
     def _failed(self, shard: int, failed: Failed) -> None:
-        """Go on without the node that cannot run this shard; raise where too few others are left."""
+        """Continue without a node that cannot run this shard; raise if too few others are left."""
         node = self._head.roster.holder(shard)
         if node is None:
             return  # it is gone already
@@ -325,7 +325,7 @@ class RemoteExecutor:
             raise error
 
     def _send_code(self, shard: int, names: set[str]) -> None:
-        """Send the files of these packages: once, for packing them takes time."""
+        """Send the files of these packages; only once, because packing takes time."""
         if shard not in self._may_lack or not names <= self._packages.keys():
             raise ProtocolError("a request for packages that were not offered, or were sent already")
         self._may_lack.discard(shard)
@@ -335,8 +335,8 @@ class RemoteExecutor:
                 emit(
                     logging.WARNING,
                     f"node {self._head.roster.holder(shard)} cannot import {package.wanted.name!r} as it is in "
-                    f"{package.wanted.folder}, and it cannot be sent because {package.unsendable}: the node uses what "
-                    "it has under that name, if anything",
+                    f"{package.wanted.folder}, and it cannot be sent because {package.unsendable}: the node uses its "
+                    "own package of that name, if it has one",
                 )
         self._head.send(shard, Code(shard), [pack(packages)])
 
@@ -359,7 +359,7 @@ class RemoteExecutor:
         most = len(self._workers)
         if not 1 <= nodes <= most:
             raise UsageError(
-                f"scale(nodes={nodes}): between 1 and {most}; the backend's max_nodes says how many there may be"
+                f"scale(nodes={nodes}): between 1 and {most}; the backend's max_nodes sets the upper limit"
             )
         self._head.scale(nodes)
 
@@ -388,12 +388,12 @@ class RemoteExecutor:
 
     def close(self, timeout_s: float) -> None:
         if os.getpid() != self._owner:
-            return  # a fork of the head: the nodes are the parent's
+            return  # a fork of the head: the nodes belong to the parent
         deadline = time.monotonic() + timeout_s + _SCHEDULER_S
         self._answers.free()
         try:
             if self._stop is not None:
-                self._stop(deadline)  # the head as well
+                self._stop(deadline)  # closes the head too
             else:
                 self._head.close()
         finally:

@@ -1,8 +1,8 @@
-"""Answers of workers on other machines: each is checked against what the ledger says was asked, then written.
+"""Answers of workers on other machines: check each against its request in the ledger, then write it.
 
-Enters: what was sent, and what nodes answer. Leaves: rows and fragments in the memory of this process, and replies for
-the engine. What was asked is known by the request ledger alone; kept here are the shards that owe one answer for all
-their workers, and how many bytes each shard may still send. Whatever an answer raises ends the node.
+Enters: requests that are sent, and answers of nodes. Leaves: rows and fragments in the memory of this process, and
+replies for the engine. Only the request ledger knows the requests; this module keeps the shards that owe one answer for
+all their workers, and how many bytes each shard may still send. A node whose answer raises here is ended by the caller.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ Replies = list[tuple[int, Any]]
 
 
 class RemoteAnswers:
-    """
+    """Check and write the answers of workers on other machines.
+
     Args:
-        workers: of each shard.
-        open_bytes: per shard, kept here: how much the answers may have.
+        workers: the workers of each shard.
+        open_bytes: per shard, the maximum size of its open answers; updated here.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class RemoteAnswers:
         self.buffers = self._arena = None
         self._blocks = []
 
-    # -- asking -----------------------------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------------------------
 
     def expect(self, request: Request) -> None:
         """Accept answers to this request from now on: it is being sent."""
@@ -95,13 +96,13 @@ class RemoteAnswers:
                 self.expect(self._requests.open_step(worker))
 
     def exited(self, worker: int) -> None:
-        """Its process is gone, and with it what it was asked. The others of its shard answer a step one by one."""
+        """Expect nothing more from a worker whose process is gone. The others of its shard answer steps one by one."""
         self._divide_step(self._shard_of[worker])
         for request in self._requests.of(worker):
             self._expect_no_more(request)
 
     def busy_shards(self) -> set[int]:
-        """Return the shards with a request that a move would lose for good; a step under way is not one."""
+        """Return the shards with a request that a move would lose for good; a step under way does not count."""
         return {
             self._shard_of[request.worker]
             for request in self._requests
@@ -111,17 +112,17 @@ class RemoteAnswers:
     # -- answers ----------------------------------------------------------------------------------------------
 
     def of_shard(self, shard: int, stepped: SteppedAll, frames: list[Any]) -> Replies | None:
-        """Read the answer of a whole shard; None where no such step is open."""
+        """Read the answer of a whole shard; None if no such step is open."""
         if shard not in self._stepping or stepped.request != self._requests.step_all:
             return None
         workers = self._workers[shard]
         if len(frames) != 1 + len(stepped.workers):
-            raise ProtocolError("a whole step with frames missing")
+            raise ProtocolError("a whole step with the wrong number of frames")
         replies: dict[int, Any] = {}
         if stepped.workers:
             if len(set(stepped.workers)) < len(stepped.workers) or not set(stepped.workers) <= set(workers):
                 raise ProtocolError(
-                    f"a whole step of workers {list(stepped.workers)}, where shard {shard} has {workers}"
+                    f"a whole step of workers {list(stepped.workers)}, but shard {shard} has workers {workers}"
                 )
             replies = {
                 worker: check_step(self._requests.part_of_step(worker), self._known[worker], body)
@@ -135,7 +136,7 @@ class RemoteAnswers:
         return [(worker, replies.get(worker, stepped.request)) for worker in workers]
 
     def of_worker(self, answer: Answer, frames: list[Any]) -> Replies | None:
-        """Read the answer of a worker, or a part of it; None where no such request is open."""
+        """Read the answer of a worker, or a part of it; None if no such request is open."""
         worker, number = answer.worker, answer.request
         shard = self._shard_of[worker]
         if shard in self._stepping and number == self._requests.step_all:
@@ -157,14 +158,14 @@ class RemoteAnswers:
             self._expect_no_more(request)
         return [] if reply is None else [(worker, reply)]
 
-    # -- inside -----------------------------------------------------------------------------------------------
+    # -- helpers ----------------------------------------------------------------------------------------------
 
     def _expect_no_more(self, request: Request) -> None:
         self._open_bytes[self._shard_of[request.worker]] -= request.reserved_bytes
         request.reserved_bytes = 0
 
     def _divide_step(self, shard: int) -> None:
-        """Workers of a shard answer a whole step one by one: its usual form is a single answer for all of them."""
+        """Expect the workers of a shard to answer a whole step one by one, not with the usual single answer."""
         if shard in self._stepping:
             self._stepping.discard(shard)
             self._open_bytes[shard] -= self._step_bytes[shard]

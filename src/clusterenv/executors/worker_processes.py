@@ -1,7 +1,7 @@
 """Worker processes of this machine: requests in as bytes, messages out. Used by the local executor and by nodes.
 
-Each worker is talked to over its own socket pair, the fork server over a control pair. Nothing blocks but `poll` and
-`close`, and both have a deadline.
+Each worker has its own socket pair, the fork server a control pair. Only `poll` and `close` block, and both have a
+deadline.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ __all__ = ["WorkerProcesses", "write_weights"]
 _PROGRESS_WORDS = PROGRESS_BYTES // 4
 
 _RECEIVE_TIMEOUT = struct.pack("@ll", 0, 250_000)
-"""A timeval: how long a whole step waits for one worker before it looks at all of them."""
+"""A timeval: how long a whole step waits for one worker before all of them are polled."""
 
 
 class _Link:
-    """The near end of one worker."""
+    """This process's end of the channel to one worker."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -54,29 +54,29 @@ class _Link:
         self.pid = 0
         self.lost_at: float | None = None
         self.killed_for = ""
-        """Why it was killed here, where its end would not say so."""
+        """Why this process killed it, if its exit status does not show that."""
 
 
 class WorkerProcesses:
-    """`workers` processes, forked from one interpreter of their own.
+    """Manage `workers` processes, forked from a separate interpreter.
 
-    `weights_fd`: where they read weights, on a node whose shards share it.
+    `weights_fd`: where they read weights, on a node whose shards share them.
     """
 
     def __init__(self, blueprint: Blueprint, workers: int, config: WorkerConfig, weights_fd: int | None = None) -> None:
-        # Here, the channel of each worker; in the fork server, its pidfd and the pipe of its output.
+        # Per worker: its channel here; its pidfd and the pipe of its output in the fork server.
         allow_open_files(f"{workers} worker processes", more=workers + 16, in_child=2 * workers + 24)
         self._setup = ForkServerSetup.of(blueprint, config)
         self._owner = os.getpid()
         self._links: dict[int, _Link] = {}
-        self._losing: dict[int, float] = {}  # closed their channel; the fork server's report is awaited, since when
+        self._losing: dict[int, float] = {}  # worker → when its channel closed; the fork server's report is awaited
         self._by_fd: dict[int, int] = {}
         self._poller = select.epoll()
         self._control: socket.socket | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self._events: list[tuple[int, Any]] = []
         self._memory: mmap.mmap | None = None
-        self._scratch = bytearray(1 << 18)  # read into: a new buffer per message would cost more
+        self._scratch = bytearray(1 << 18)  # reused: a new buffer per message would cost more
         self._scratch_view = memoryview(self._scratch)
         self._shared = SharedMemory(*(os.memfd_create(f"clusterenv-{name}") for name in SharedMemory._fields))
         if weights_fd is not None:
@@ -94,7 +94,7 @@ class WorkerProcesses:
             self._start_server()
         ours, theirs = socket.socketpair()
         with theirs:
-            # Blocking for a whole step alone, and not for long: everything else asks not to wait.
+            # Only whole steps block, and not for long: everything else passes MSG_DONTWAIT.
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _RECEIVE_TIMEOUT)
             self._progress[index * _PROGRESS_WORDS] = -1
             self._tell(("spawn", index), [theirs.fileno(), *self._shared])
@@ -119,11 +119,11 @@ class WorkerProcesses:
                 [sys.executable, "-m", "clusterenv.worker.forkserver", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                # A head that was started without one of these has no descriptor that its children could inherit.
+                # A head that was started without one of these has no descriptor for its children to inherit.
                 stdout=None if sys.__stdout__ is not None else subprocess.DEVNULL,
                 stderr=None if sys.__stderr__ is not None else subprocess.DEVNULL,
                 env=env,
-                start_new_session=True,  # Ctrl-C in the terminal reaches the head alone, which then closes
+                start_new_session=True,  # Ctrl-C in the terminal reaches only the head, which then closes
             )
         self._control = ours
         self._poller.register(ours, select.EPOLLIN)
@@ -138,19 +138,19 @@ class WorkerProcesses:
 
     def _tell(self, message: tuple[Any, ...], fds: list[int]) -> None:
         assert self._control is not None
-        with contextlib.suppress(ConnectionError):  # a dead server is noticed by its end of file
+        with contextlib.suppress(ConnectionError):  # `poll` notices a dead server by its end of file
             socket.send_fds(self._control, [pickle.dumps(message)], fds)
 
     # -- memory -----------------------------------------------------------------------------------------------
 
     def allocate(self, layout: Layout) -> mmap.mmap:
-        """The shared memory of the rows, which every worker maps when it is told the layout."""
+        """Return the shared memory of the rows, which every worker maps when it receives the layout."""
         os.ftruncate(self._shared.rows, layout.size)
         self._memory = mmap.mmap(self._shared.rows, 0)
         return self._memory
 
     def allocate_arena(self, layout: ArenaLayout) -> mmap.mmap:
-        """The shared memory of fragments; mapped by workers when they are told its layout. Only ever grows."""
+        """Return the shared memory of fragments, which workers map when they receive its layout. It never shrinks."""
         os.ftruncate(self._shared.fragments, max(layout.size, os.fstat(self._shared.fragments).st_size))
         if self._fragments is not None:
             with contextlib.suppress(BufferError):  # the user still holds a view: freed with it
@@ -161,7 +161,7 @@ class WorkerProcesses:
     # -- messages ---------------------------------------------------------------------------------------------
 
     def ring(self, request: int) -> bytes:
-        """Ask every worker to step all its slots. Returns the bytes sent: the usual answer is the same."""
+        """Ask every worker to step all its slots. Return the bytes sent: the usual answer is identical."""
         data = encode_quick(request)
         for index, link in self._links.items():
             if link.outbox or link.lost_at is not None:
@@ -179,13 +179,13 @@ class WorkerProcesses:
     def forward(self, index: int, frame: bytes) -> None:
         """Send an encoded request."""
         link = self._links.get(index)
-        if link is not None:  # else its `Exit` was handed out already, and settles what was asked of it
+        if link is not None:  # else its `Exit` was already returned, and settles its requests
             self._queue(link, frame)
             at = index * _PROGRESS_WORDS + BELL
             self._progress[at] = (self._progress[at] + 1) & 0x7FFF_FFFF
 
     def _queue(self, link: _Link, data: bytes) -> None:
-        """Never block: a worker may itself be blocked while it writes a large reply to us."""
+        """Send without blocking: a worker may itself be blocked while it writes a large reply to this process."""
         link.outbox += data
         self._push(link)
 
@@ -204,7 +204,7 @@ class WorkerProcesses:
         self._poller.modify(link.sock, wanted)
 
     def poll(self, timeout_s: float) -> list[tuple[int, Any]]:
-        """(worker, message) pairs: an int, a decoded answer, or `Raw`; `Printed`, `Stack`, `Exit`. May be empty."""
+        """Return (worker, message) pairs: an int, an answer or `Raw`; `Printed`, `Stack`, `Exit`. May be empty."""
         events, self._events = self._events, []
         if events:
             timeout_s = 0.0
@@ -239,19 +239,19 @@ class WorkerProcesses:
         if size:
             events += [(index, message) for message in self._messages(index, link, size)]
         elif link.lost_at is None:
-            # How it ended is known to the fork server, whose report follows at once.
+            # The fork server knows how it ended, and reports it next.
             link.lost_at = self._losing[index] = time.monotonic()
             self._poller.unregister(link.sock)
             self._tell(("kill", index, False), [])
 
     def _messages(self, index: int, link: _Link, size: int) -> list[Any]:
-        """Open what was read from a worker; one whose answer cannot be opened is killed, for it stays unanswered."""
+        """Decode what was read from a worker. If that fails, kill the worker: its request would stay unanswered."""
         data = self._scratch_view[:size]
         while True:
             try:
                 return link.reader.feed(data)
             except Exception as error:  # unpickling runs code of the user's classes
-                link.killed_for = f"was killed: what it answered cannot be unpickled: {type(error).__name__}: {error}"
+                link.killed_for = f"was killed: its answer cannot be unpickled: {type(error).__name__}: {error}"
                 self._tell(("kill", index, False), [])
                 data = data[:0]
 
@@ -275,8 +275,8 @@ class WorkerProcesses:
             emit(
                 logging.WARNING,
                 f"importing the environments' code started threads: {rest[0]}. Workers forked from that process would "
-                "not have them, and could wait for their locks for ever: so each worker imports the code itself, which "
-                "takes longer and shares no memory. Start such threads when an environment is made, to avoid this",
+                "not have them, and could wait forever for their locks, so each worker imports the code itself, which "
+                "takes longer and shares no memory. To avoid this, start such threads when an environment is made",
             )
         elif kind == "failed":
             raise SpecError(f"the environments' code could not be loaded in a worker:\n{rest[0]}")
@@ -284,7 +284,7 @@ class WorkerProcesses:
             index, pid, status, tail = rest
             link = self._links.get(index)
             if link is not None and link.pid == pid:
-                # Replies that it sent before it died are still whole.
+                # Replies that it sent before it died are complete.
                 if link.lost_at is None:
                     self._read_worker(index, link, events)
                 self._forget(index)
@@ -312,11 +312,11 @@ class WorkerProcesses:
     # -- watching and ending ----------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """Readable when `poll` has something to do."""
+        """Return a descriptor that is readable when `poll` has something to do."""
         return self._poller.fileno()
 
     def progress(self, index: int) -> tuple[int, int, int]:
-        """(slot, phase, step of a fragment) that the worker is in; slot -1 before it began."""
+        """Return (slot, phase, step of a fragment) that the worker is in; slot -1 before the first."""
         at = index * _PROGRESS_WORDS
         return self._progress[at], self._progress[at + 1], self._progress[at + TICK]
 
@@ -328,22 +328,22 @@ class WorkerProcesses:
         return link.pid if link is not None and link.pid else None
 
     def kill(self, index: int) -> None:
-        """End a hung worker; where it hung comes with its `Exit`."""
+        """Kill a hung worker; its `Exit` says where it hung."""
         self._tell(("kill", index, True), [])
 
     def stack(self, index: int) -> None:
-        """Ask where this worker is; answered by a `Stack`."""
+        """Request the worker's stack; answered by a `Stack`."""
         self._tell(("stack", index), [])
 
     def stop_early(self) -> None:
-        """Fragments end after the step that they are in."""
+        """End running fragments after their current step."""
         for index in self._links:
             self._progress[index * _PROGRESS_WORDS + STOP] = 1
 
     def close(self, timeout_s: float) -> None:
-        """End everything within about `timeout_s` + 4 s, whatever state it is in. Idempotent."""
+        """End all processes within about `timeout_s` + 4 s, whatever their state. Idempotent."""
         if os.getpid() != self._owner:
-            return  # a fork of the head: the workers are the parent's
+            return  # a fork of the head: the workers belong to the parent
         try:
             deadline = time.monotonic() + timeout_s
             for index in list(self._links):
@@ -388,7 +388,7 @@ class WorkerProcesses:
 
 
 def write_weights(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """Write weights where workers can read them; the file grows as needed."""
+    """Write weights where workers read them; the file grows as needed."""
     view = memoryview(data)
     while view:
         written = os.pwrite(descriptor, view, offset)

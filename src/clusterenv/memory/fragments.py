@@ -1,8 +1,8 @@
-"""Where fragments lie in shared memory: T steps of all slots, on several sides: one fills while another is read.
+"""Layout of fragments in shared memory: T steps of all slots, on several sides: one fills while another is read.
 
-`FragmentArrays` is the one list of a fragment's arrays: their places in memory, what travels, and what an answer is
-checked for follow from it. Workers write their own columns; the head reads whole arrays. A sparse memfd: a side that is
-never used costs nothing.
+`FragmentArrays` is the only list of a fragment's arrays: their places in memory, what is sent, and what an answer is
+checked for follow from it. Workers write their own columns; the head reads whole arrays. The memfd is sparse: a side
+that is never used costs nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ALIGN = 64
 @dataclass(frozen=True)
 class ArenaLayout:
     num_steps: int
-    """How many steps fit."""
+    """Maximum number of steps."""
     num_envs: int
     obs: tuple[Leaf, ...]
     action: Leaf
     num_masks: int
-    """Columns of action masks, 0 where the policy has none."""
+    """Columns of action masks; 0: the policy has none."""
     num_sides: int = 2
 
     def shape(self, spec: ArraySpec) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class ArenaLayout:
 
 class _Field(NamedTuple):
     values: Callable[[ArenaLayout], tuple[Leaf, ...]]
-    """What a slot has in one row."""
+    """Leaves of one slot in one row."""
     extra_rows: int = 0
     is_list: bool = False
     """One array for each leaf of a space."""
@@ -65,7 +65,7 @@ def _each_step(dtype: str) -> Any:
 
 
 class FragmentArrays:
-    """The arrays of a fragment, in the order in which they lie in memory and travel.
+    """The arrays of a fragment, in the order in which they are stored and sent.
 
     To add one, add a line here, write it in the worker's loop, and read it where rollouts are assembled.
     """
@@ -95,13 +95,13 @@ class FragmentArrays:
         vars(self).update(values)
 
     def part(self, num_steps: int, columns: slice) -> list[Any]:
-        """Return views of the first steps of some columns, in the order of `specs`."""
+        """Return views of the first `num_steps` steps of these columns, in the order of `specs`."""
         return [
             array[: num_steps + spec.extra_rows, columns] for spec, array in zip(self.specs, self.arrays, strict=True)
         ]
 
     def lose(self, t: int, k: Any) -> None:
-        """Flag the rows from t on of these columns as lost."""
+        """Flag the rows of these columns as lost, from t on."""
         if t < len(self.valid):
             self.valid[t:, k] = False
             self.rewards[t:, k] = 0.0
@@ -110,7 +110,7 @@ class FragmentArrays:
             self.truncations[t, k] = True
 
     def lose_unplayed(self, t: int) -> None:
-        """Flag the rows from t on as lost, in which nothing was written since an earlier fragment."""
+        """Flag all rows from t on as lost; they still hold data of an earlier fragment."""
         self.starts[t:] = False
         self.logprobs[t:] = 0.0
         self.lose(t, slice(None))
@@ -127,7 +127,7 @@ class ArraySpec(NamedTuple):
     extra_rows: int
     """Rows beyond those of its steps."""
     shape: tuple[int, ...]
-    """Of what one slot has in one row."""
+    """Of one slot in one row."""
     dtype: np.dtype[Any]
     slot_bytes: int
     """Bytes of one slot in one row."""

@@ -1,6 +1,6 @@
-"""The words of shared memory in which a worker says what it is doing, and the head what cannot wait for a message.
+"""Words of shared memory in which a worker shows what it is doing, and the head signals what cannot wait for a message.
 
-Of each worker, word 0 is the slot and word 1 the phase in which it calls user code, so that the head can name what
+For each worker, word 0 is the slot and word 1 the phase in which it calls user code, so that the head can tell what
 hangs; the others are named below.
 """
 
@@ -12,10 +12,10 @@ PROGRESS_BYTES = 64
 """Progress words of one worker: a cache line each, so that workers do not share one."""
 
 BELL, TICK, STOP = 2, 3, 4
-"""Which word the head changes after it sent something: looking at it takes no system call. Which one counts the steps
-of a fragment: one environment alone would otherwise look as if it stood still. Which one asks a fragment to end early,
-because the machine is about to go."""
+"""Indices of further words. BELL: changed by the head after it sent something; reading it takes no system call. TICK:
+counts the steps of a fragment; without it, a worker with one environment would seem to hang. STOP: asks a fragment to
+end early, because the machine is about to go away."""
 
 INIT, RESET, STEP, CALL, POLICY = range(5)
-"""Values of the word that says the phase."""
+"""Values of the word for the phase."""
 PHASES = ("init", "reset", "step", "call", "policy")

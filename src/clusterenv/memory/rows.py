@@ -1,11 +1,11 @@
-"""Shared memory from spaces: where each slot's observation, reward, flags and action lie.
+"""Layout of rows in shared memory, derived from spaces: each slot's observation, reward, flags and action.
 
 A `Layout` is plain data, computed once at the head and sent to every worker; `Buffers` are the arrays over it.
-Spaces without a fixed size (Text, Sequence, Graph, custom ones) have no place here: their values travel
-beside the shared memory, as objects.
+Values of spaces without a fixed size (Text, Sequence, Graph, custom ones) are not stored here: they travel
+outside the shared memory, as objects.
 
 Observations have two sides. A worker writes to the side that the head has not delivered, so a worker that
-dies in the middle of a row cannot tear the last observation that the user saw.
+dies in the middle of a row cannot corrupt the last observation that the user saw.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of a (nested) space; `dtype` is None where the values are objects."""
+    """One array of a (nested) space; `dtype` is None if the values are objects."""
 
     path: tuple[str | int, ...]
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Leaf:
 
 
 def leaves_of(space: Space[Any], path: tuple[str | int, ...] = ()) -> list[Leaf]:
-    """The leaves in the order in which `flatten` yields values."""
+    """Return the leaves in the order in which `flatten` yields values."""
     if isinstance(space, spaces.Dict):
         return [leaf for key, sub in space.spaces.items() for leaf in leaves_of(sub, (*path, key))]
     if isinstance(space, spaces.Tuple):
@@ -55,7 +55,7 @@ def leaves_of(space: Space[Any], path: tuple[str | int, ...] = ()) -> list[Leaf]
 
 
 def flatten(space: Space[Any], value: Any) -> Iterator[Any]:
-    """The leaf values of one sample, or of one batch."""
+    """Yield the leaf values of one sample, or of one batch."""
     if isinstance(space, spaces.Dict):
         for key, sub in space.spaces.items():
             yield from flatten(sub, value[key])
@@ -69,7 +69,7 @@ def flatten(space: Space[Any], value: Any) -> Iterator[Any]:
 
 
 def assemble(space: Space[Any], values: Iterator[Any]) -> Any:
-    """The opposite of `flatten`."""
+    """Build one sample or batch from its leaf values: the inverse of `flatten`."""
     if isinstance(space, spaces.Dict):
         return {key: assemble(sub, values) for key, sub in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
@@ -92,7 +92,7 @@ class Layout:
 
 
 def _arrays(layout_obs: tuple[Leaf, ...], actions: tuple[Leaf, ...], n: int) -> list[tuple[Any, ...]]:
-    """(shape, dtype) of every array, in the order of `Layout.offsets`."""
+    """Return (shape, dtype) of every array, in the order of `Layout.offsets`."""
     fixed: list[tuple[Any, ...]] = [((n,), "<f8"), ((n,), "|b1"), ((n,), "|b1"), ((n,), "|u1"), ((n,), "<f8")]
     fixed += [((2, n, *leaf.shape), leaf.dtype) for leaf in layout_obs if leaf.dtype]
     if all(leaf.dtype for leaf in actions):
@@ -101,7 +101,7 @@ def _arrays(layout_obs: tuple[Leaf, ...], actions: tuple[Leaf, ...], n: int) -> 
 
 
 def make_layout(observation_space: Space[Any], action_space: Space[Any], num_envs: int, is_same: bool = True) -> Layout:
-    """Lay the rows out. `is_same`: every slot has this observation space; else only its shapes and dtypes."""
+    """Return the layout of the rows. `is_same`: all slots have this exact space; else only its shapes and dtypes."""
     obs, actions = tuple(leaves_of(observation_space)), tuple(leaves_of(action_space))
     if not is_same:
         obs = tuple(_unbounded(leaf) for leaf in obs)
@@ -114,7 +114,7 @@ def make_layout(observation_space: Space[Any], action_space: Space[Any], num_env
 
 
 def has_room(leaves: tuple[Leaf, ...], space: Space[Any]) -> bool:
-    """Return whether observations of this space fit a layout with these leaves, bounds included where it has some."""
+    """Return whether observations of this space fit a layout with these leaves, including bounds if it has any."""
     own = tuple(leaves_of(space))
     return own == leaves or tuple(map(_unbounded, own)) == leaves
 
@@ -141,7 +141,7 @@ class Buffers:
 
 
 def coerce(value: Any, leaf: Leaf, what: str) -> Any:
-    """`value` as an array of the leaf's shape, cast only where nothing is lost; else ValueError by name."""
+    """Return `value` as an array; raise ValueError unless it has the leaf's shape and a dtype of the same kind."""
     array = np.asarray(value)
     if array.shape != leaf.shape:
         raise ValueError(f"{what}{leaf.name} has shape {array.shape}, its space says {leaf.shape}")
@@ -151,7 +151,7 @@ def coerce(value: Any, leaf: Leaf, what: str) -> Any:
 
 
 def row_writer(space: Space[Any], buffers: Buffers) -> Callable[[int, int, Any], list[Any] | None]:
-    """A function `write(side, slot, obs)`; returns the values of object leaves, if the space has any."""
+    """Return a function `write(side, slot, obs)`, which returns the values of object leaves, if there are any."""
     leaves = buffers.layout.obs
     sides = [None if array is None else (array[0], array[1]) for array in buffers.obs]
 
@@ -162,7 +162,7 @@ def row_writer(space: Space[Any], buffers: Buffers) -> Callable[[int, int, Any],
         ndarray = np.ndarray
 
         def write_one(side: int, slot: int, obs: Any) -> None:
-            # The hot path: nearly every environment returns exactly what its space says.
+            # The hot path: nearly every environment returns exactly the array that its space describes.
             if obs.__class__ is ndarray and obs.shape == shape and obs.dtype == dtype:
                 pair[side][slot] = obs
             else:
@@ -182,11 +182,11 @@ def row_writer(space: Space[Any], buffers: Buffers) -> Callable[[int, int, Any],
     return write
 
 
-_concatenate = np.concatenate  # in every step
+_concatenate = np.concatenate  # used in every step: saves the attribute lookup
 
 
 def blocks_of(leaves: tuple[Leaf, ...], array: Any) -> Any:
-    """View the array [M, K, ...] of a space that is one array as M blocks for `write_block`; None for other spaces."""
+    """View the array [M, K, ...] of a single-array space as M blocks for `write_block`; None for other spaces."""
     leaf = leaves[0]
     if len(leaves) != 1 or leaf.path or leaf.dtype is None or not leaf.shape:
         return None
@@ -196,7 +196,7 @@ def blocks_of(leaves: tuple[Leaf, ...], array: Any) -> Any:
 def write_block(observations: list[Any], block: Any, shapes: list[tuple[int, ...]]) -> bool:
     """Write the observations of all K environments at once.
 
-    False where one is missing, or is not what its space says: then nothing is written, and `row_writer` names it.
+    Returns False if one is missing or does not match its space: then nothing is written, and `row_writer` names it.
     """
     try:
         if [obs.shape for obs in observations] != shapes or observations[0].dtype != block.dtype:
@@ -208,7 +208,7 @@ def write_block(observations: list[Any], block: Any, shapes: list[tuple[int, ...
 
 
 def finite_checker(buffers: Buffers, rows: slice) -> Callable[[int], bool]:
-    """`check(side)`: are these rows' one observation array and rewards surely finite? False sends to `bad_rows`."""
+    """Return `check(side)`: True if these rows' one observation array and rewards are finite; else ask `bad_rows`."""
     leaf = buffers.layout.obs[0]
     rewards = buffers.reward[rows]
     blocks = None
@@ -226,7 +226,7 @@ def finite_checker(buffers: Buffers, rows: slice) -> Callable[[int], bool]:
 
 
 def bad_rows(buffers: Buffers, side: int, rows: slice | list[int]) -> list[tuple[int, str]]:
-    """(index into rows, what is wrong) for observations that are not finite or outside a Discrete space."""
+    """Return (index into rows, problem) for observations that are not finite or outside a Discrete space."""
     bad: dict[int, str] = {}
     for leaf, array in zip(buffers.layout.obs, buffers.obs, strict=True):
         if array is None:
@@ -244,7 +244,7 @@ def bad_rows(buffers: Buffers, side: int, rows: slice | list[int]) -> list[tuple
 
 
 def wrong_rows(buffers: Buffers, slots: list[int], sides: list[int]) -> list[tuple[int, str]]:
-    """(slot, what is wrong) for rows whose observation or reward nobody should learn from."""
+    """Return (slot, problem) for rows with an invalid observation or reward."""
     wrong = []
     for side in (0, 1):
         part = [slot for slot, its in zip(slots, sides, strict=True) if its == side]

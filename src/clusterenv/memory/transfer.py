@@ -1,6 +1,6 @@
-"""Parts of the shared memory as bytes, for a copy of it on another machine. Pure, but for writing into that copy.
+"""Parts of the shared memory as bytes, for a copy of it on another machine. Pure, except for writing into that copy.
 
-Both sides know the layout, so nothing but the numbers travels; a length that is not what the layout says is refused.
+Both sides know the layout, so only the values are sent; a length that does not match the layout is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def read_inputs(buffers: Buffers, slots: Sequence[int], actions: bool) -> bytes:
-    """What a request needs of the rows: on which side the last observations lie, and the actions."""
+    """Return what a request needs of the rows: the side of each last observation and, if wanted, the actions."""
     rows = _index(slots)
     parts = [buffers.side[rows], *([array[rows] for array in buffers.actions] if actions else [])]
     return b"".join(part.tobytes() for part in parts)
@@ -42,7 +42,7 @@ def write_inputs(buffers: Buffers, slots: Sequence[int], actions: bool, data: An
 
 
 def read_rows(buffers: Buffers, slots: Sequence[int]) -> bytes:
-    """What workers wrote for these slots."""
+    """Return what workers wrote for these slots."""
     rows = _index(slots)
     parts = [buffers.reward[rows], buffers.terminated[rows], buffers.truncated[rows], buffers.pace_s[rows]]
     free, at = 1 - buffers.side[rows], _numbers(slots)
@@ -64,26 +64,26 @@ def write_rows(buffers: Buffers, slots: Sequence[int], data: Any) -> None:
 
 
 def row_bytes(layout: Layout) -> int:
-    """Return the bytes of one slot's row as it travels: reward, two flags, pace, observation."""
+    """Return the bytes of one slot's row as it is sent: reward, two flags, pace, observation."""
     fixed = [leaf for leaf in layout.obs if leaf.dtype is not None]
     return 18 + sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in fixed)
 
 
 def check_rows(each: int, count: int, data: Any) -> None:
-    """Raise ProtocolError unless these can be the rows of so many slots, of `each` bytes."""
+    """Raise ProtocolError unless these can be the rows of `count` slots, of `each` bytes."""
     if len(data) != each * count:
         raise ProtocolError(f"rows of {count} slots are {each * count} bytes, not {len(data)}")
-    if bytes(data[8 * count : 10 * count]).strip(b"\0\1"):  # numpy trusts a bool to be 0 or 1
+    if bytes(data[8 * count : 10 * count]).strip(b"\0\1"):  # numpy assumes that a bool is 0 or 1
         raise ProtocolError("rows whose flags are neither 0 nor 1")
 
 
 def fragment_sizes(layout: ArenaLayout, columns: int, num_steps: int) -> list[int]:
-    """Return the bytes of each array of so many columns and steps, in the order of `read_fragment`."""
+    """Return the bytes of each array of a fragment of this size, in the order of `read_fragment`."""
     return [spec.bytes(num_steps, columns) for spec in specs_of(layout)]
 
 
 class Block:
-    """The rows of consecutive slots, for a step of all of them: the same bytes as those functions', found once."""
+    """Views of the rows of consecutive slots, for whole steps: same bytes as the functions above, located once."""
 
     def __init__(self, buffers: Buffers, slots: Sequence[int]) -> None:
         self._buffers, self._slots = buffers, slots
@@ -94,7 +94,7 @@ class Block:
         self._inputs = [self._side, *(_bytes(array[rows]) for array in buffers.actions)]
         plain = [buffers.reward, buffers.terminated, buffers.truncated, buffers.pace_s]
         outputs = [_bytes(array[rows]) for array in plain]
-        self._outputs = {  # by the side on which the last observations lie, where that is the same for all
+        self._outputs = {  # by the side of the last observations, if it is the same for all
             bytes([side]) * len(slots): [*outputs, *(_bytes(o[1 - side, rows]) for o in buffers.obs if o is not None)]
             for side in (0, 1)
         }
@@ -124,7 +124,7 @@ def _bytes(array: Any) -> memoryview:
 
 def _spread(views: list[memoryview], data: Any) -> None:
     if len(data) != sum(map(len, views)):
-        raise ProtocolError(f"{len(data)} bytes, where {sum(map(len, views))} belong")
+        raise ProtocolError(f"{len(data)} bytes instead of {sum(map(len, views))}")
     at = 0
     for view in views:
         view[:] = data[at : at + len(view)]
@@ -132,12 +132,12 @@ def _spread(views: list[memoryview], data: Any) -> None:
 
 
 def read_fragment(side: Side, columns: slice, num_steps: int) -> list[memoryview]:
-    """One worker's columns, an array each."""
+    """Return the bytes of one worker's columns, one buffer per array."""
     return [_contiguous(array) for array in side.part(num_steps, columns)]
 
 
 def view_fragment(specs: Sequence[ArraySpec], columns: int, num_steps: int, parts: Sequence[Any]) -> FragmentArrays:
-    """Return arrays over the bytes of `read_fragment`, where they lie."""
+    """Return arrays over the bytes of `read_fragment`, without a copy."""
     if [len(part) for part in parts] != [spec.bytes(num_steps, columns) for spec in specs]:
         raise ProtocolError("a fragment whose arrays do not have the sizes of its layout")
     return FragmentArrays(
@@ -150,7 +150,7 @@ def view_fragment(specs: Sequence[ArraySpec], columns: int, num_steps: int, part
 
 
 def write_fragment(side: Side, columns: slice, num_steps: int, done: int, parts: Sequence[Any]) -> None:
-    """Write the steps of a fragment that are done; the others are flagged as lost."""
+    """Write the steps of a fragment that are done, and flag the others as lost."""
     received = view_fragment(side.specs, columns.stop - columns.start, done, parts)
     for target, values in zip(side.part(done, columns), received.arrays, strict=True):
         target[...] = values
@@ -159,7 +159,7 @@ def write_fragment(side: Side, columns: slice, num_steps: int, done: int, parts:
 
 
 def _contiguous(array: Any) -> memoryview:
-    # A copy in any case: the worker goes on to write there while this is on its way.
+    # Always a copy: the worker continues to write there while this is being sent.
     return np.array(array, order="C").reshape(-1).view(np.uint8).data
 
 
@@ -177,7 +177,7 @@ def _take(data: Any, at: int, dtype: Any, shape: tuple[int, ...]) -> tuple[Any, 
     count = math.prod(shape)
     end = at + count * dtype.itemsize
     if end > len(data):
-        raise ProtocolError(f"{len(data)} bytes, where at least {end} belong")
+        raise ProtocolError(f"{len(data)} bytes, where at least {end} are expected")
     return np.frombuffer(data, dtype=dtype, count=count, offset=at).reshape(shape), end
 
 

@@ -1,4 +1,4 @@
-"""Fragments of several workers to one `Rollout`. Pure but for reading the shared memory that they lie in."""
+"""Assemble fragments of several workers into one `Rollout`. Pure, except that it accesses their shared memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NONE = np.zeros(0, dtype=np.int64)
 
 
 class Part(NamedTuple):
-    """One worker's columns."""
+    """One worker's columns of a batch."""
 
     worker: int
     slots: list[int]
     side: Side
     result: FragmentResult | None
-    """None: lost, and not run again; its columns are flagged invalid."""
+    """None: lost and not run again; its columns are flagged invalid."""
     incarnations: list[int]
     sequence: int
 
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 def put_together(parts: list[Part], num_steps: int, space: Any, leaves: tuple[Leaf, ...], copy: bool) -> Rollout:
-    """The parts side by side, in the order given, which is that of their slots; receipts are not written yet."""
+    """Join the parts side by side, in the given order, which is that of their slots; without receipts."""
     steps = slice(0, num_steps)
     for part in parts:
         if part.result is None:
@@ -83,7 +83,7 @@ def put_together(parts: list[Part], num_steps: int, space: Any, leaves: tuple[Le
 
 
 class _Beside(NamedTuple):
-    """What fragments bring beside their arrays, joined."""
+    """What fragments bring besides their arrays, joined."""
 
     versions: Any  # [T, N]
     finals: list[Any]
@@ -122,7 +122,7 @@ def _leaf(i: int, side: Side) -> Any:
 
 
 def _info_arrays(infos: dict[str, list[tuple[int, int, Any]]], num_steps: int, n: int) -> dict[str, Any]:
-    """Each key as [T, N, ...] with its "_key" mask, as Gymnasium has them; zeros (or None) where there was no value."""
+    """Return each key as [T, N, ...] with its "_key" mask, as in Gymnasium; zeros (or None) where it had no value."""
     arrays: dict[str, Any] = {}
     for key, items in infos.items():
         values = [_as_array(value) for *_, value in items]
@@ -157,7 +157,7 @@ def _episode_table(rows: list[tuple[int, int, float, int, dict[str, Any]]]) -> E
 
 
 def _join_states(parts: list[Part]) -> Any:
-    """[N, ...]; zeros where a worker was lost."""
+    """Return the initial states [N, ...]; zeros where a worker was lost."""
     known = next((part.result.initial_state for part in parts if part.result is not None), None)
     if known is None:
         return None
@@ -170,7 +170,7 @@ def _join_states(parts: list[Part]) -> Any:
 
 
 def size_of(part: Part) -> int:
-    """Bytes of a fragment, as it would travel: its rows, the observation after them, and the final ones."""
+    """Return the bytes of a fragment as it is sent: its rows, the observation after them, and the final ones."""
     if part.result is None:
         return 0
     total = sum(array.nbytes for array in part.side.part(part.result.num_steps, part.columns))
@@ -178,9 +178,9 @@ def size_of(part: Part) -> int:
 
 
 def end_episodes(side: Side, first: int, count: int, result: FragmentResult) -> FragmentResult:
-    """Truncate the episodes that run on after this fragment; what they are bootstrapped from is its last observation.
+    """Truncate the episodes that continue after this fragment; its last observation becomes their final one.
 
-    `first`, `count`: the columns of `side` that the fragment has.
+    `first`, `count`: the columns of `side` that belong to the fragment.
     """
     t, columns = result.num_steps - 1, slice(first, first + count)
     if t < 0:

@@ -1,8 +1,8 @@
 """Collecting with a policy on the workers: what each worker is sent before it acts, and what its answers mean. Pure.
 
 `Collector` attaches a policy and starts fragments; the weights that a worker has to load come from the weight ledger.
-The unfinished fragment of a worker that is lost is dropped whole: nothing is spliced. In a rollout its replacement
-runs it again, unless `on_loss="mask"`.
+The unfinished fragment of a lost worker is dropped as a whole: nothing is spliced. In a rollout the worker's
+replacement runs it again, unless `on_loss="mask"`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["Attached", "Collecting", "Samples", "of_slots"]
 
 
 class Attached(NamedTuple):
-    """A policy as workers are told of it."""
+    """A policy as it is sent to workers."""
 
     recipe: bytes | Named
     family: Family
@@ -50,12 +50,12 @@ class Attached(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Which states of a fragment drift is measured on."""
+    """Which states of a fragment are sampled to measure drift."""
 
     every: int = 0
-    """One of so many; 0: none."""
+    """Sample one state out of this many; 0: none."""
     within: int | None = None
-    """Only among so many first steps of a fragment."""
+    """Sample only the first steps of a fragment, this many; None: all."""
 
 
 class Collecting:
@@ -77,7 +77,7 @@ class Collecting:
     # -- memory -----------------------------------------------------------------------------------------------
 
     def memory_for(self, num_steps: int, num_sides: int = 2) -> ArenaLayout | None:
-        """Return the layout of the memory that such fragments need; None: what is there will do."""
+        """Return the layout of the memory that such fragments need; None: the present memory is sufficient."""
         policy = self._policy
         masks = 0 if policy.mask is None else policy.family.num_params
         old = self._arena.layout if self._arena is not None else None
@@ -99,18 +99,18 @@ class Collecting:
     def close(self) -> None:
         self._arena = None  # views would keep the shared memory open
 
-    # -- asking -----------------------------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------------------------
 
     def begin(self, knobs: dict[str, Any], is_leaving: Callable[[int], bool], now_s: float) -> None:
-        """Ask for every fragment that can begin: its worker is there, and so are all its environments."""
+        """Request every fragment that can begin: its worker runs, and all of the worker's environments exist."""
         for worker in range(len(self._state.workers)):
             while (fragment := self.fragments.next(worker, is_leaving(worker))) and self.is_ready(worker):
                 self._ask(fragment, knobs, now_s)
 
     def is_ready(self, worker: int) -> bool:
-        """Return whether all environments of this worker are there; what is missing is asked for.
+        """Return whether all environments of this worker exist; rebuild those that are missing.
 
-        Only then do first rows that nobody has asked for become what a fragment goes on from: `step` would skip them.
+        Only if all exist does a fragment start from first rows that were held: otherwise `step` would skip them.
         """
         slots, its = self._state.slots, self._state.workers[worker]
         if slots:
@@ -125,7 +125,7 @@ class Collecting:
         return not its.is_absent
 
     def are_all_there(self) -> bool:
-        """Return whether every environment is there; what is missing is asked for, and rows stay where they are."""
+        """Return whether every environment exists; rebuild those that are missing. Held first rows are not adopted."""
         slots = self._state.slots
         gone = slots.gone()
         for slot in gone:
@@ -133,7 +133,7 @@ class Collecting:
         return not gone and not self._state.workers.absent()
 
     def prepare(self, index: int, now_s: float) -> None:
-        """Send a worker the policy and weights that it is to act with, as far as it does not have them."""
+        """Send a worker the policy and weights to act with, unless it already has them."""
         state, worker = self._state, self._state.workers[index]
         if worker.policy_epoch != state.weights.policy_epoch:
             worker.policy_epoch = state.weights.policy_epoch
@@ -152,7 +152,7 @@ class Collecting:
             state.ask(index, Kind.POLICY, worker.slots, load, now_s)
 
     def prepare_all(self, now_s: float) -> None:
-        """The same for every worker that is there, also where some of its environments are not: the others act."""
+        """Prepare every running worker, even if some of its environments are missing: the others act."""
         for worker in self._state.workers:
             if not worker.is_absent:
                 self.prepare(worker.index, now_s)
@@ -164,7 +164,7 @@ class Collecting:
             assert self._arena is not None
             worker.arena_epoch = self._arena_epoch
             state.send(worker.index, MapArena(self._arena.layout))
-        # Zero is what a worker takes for a knob that is not there.
+        # A worker takes a missing knob as zero.
         knobs = {name: of_slots(value, worker.slots) for name, value in all_knobs.items() if np.ndim(value) or value}
         incarnations = state.incarnations_of(worker.slots)
         message = RunFragment(
@@ -180,7 +180,7 @@ class Collecting:
     def evaluate(
         self, episodes: int, seed: int, deterministic: bool, record: int, knobs: dict[str, Any], now_s: float
     ) -> list[Request]:
-        """Ask every worker, all of which are ready, for its share of the episodes."""
+        """Ask every worker for its share of the episodes. All workers must be ready."""
         state, requests, workers = self._state, [], len(self._state.workers)
         plain = {name: float(np.mean(value)) for name, value in knobs.items()}
         incarnations = state.incarnations
@@ -196,14 +196,14 @@ class Collecting:
                 requests.append(state.ask(worker.index, Kind.CALL, worker.slots, message, now_s))
         return requests
 
-    # -- what was heard ---------------------------------------------------------------------------------------
+    # -- received messages ------------------------------------------------------------------------------------
 
     def replied(self, request: Request, reply: Reply) -> FragmentResult | None:
-        """Take in the answer to a request about the policy, or for a fragment, whose result is returned."""
+        """Process the answer to a request about the policy or for a fragment. Return the fragment's result."""
         result: FragmentResult | None = reply.result
         self._state.weights.of(request.worker).has_read(request.number)
         if request.kind is not Kind.FRAGMENT or result is None:
-            if not self.fragments.is_abandoned(request.worker):  # else it was for what nobody wants any more
+            if not self.fragments.is_abandoned(request.worker):  # else it was sent for an abandoned fragment
                 self._check_policy(request.worker, result)
             return None
         fragment = self.fragments.arrived(request.worker, request.number, result)
@@ -223,7 +223,7 @@ class Collecting:
         return result
 
     def _check_policy(self, index: int, result: FragmentResult | None) -> None:
-        """Have the error of a policy that failed on a worker raised; of several, the first."""
+        """Add the error of a policy that failed on a worker, so that it is raised; of several, only the first."""
         state = self._state
         if result is None or result.policy_error is None or any(isinstance(e, PolicyError) for e in state.errors):
             return
@@ -236,13 +236,13 @@ class Collecting:
         state.errors.append(PolicyError(f"{what}\n{text}", remote_traceback=text))
 
     def _info_not_sent(self, index: int, reason: str) -> None:
-        """An info of a fragment could not travel; said once, and counted."""
+        """Report an info of a fragment that could not be sent: warn once, and count all."""
         events = self._state.events
         level = logging.DEBUG if "info_not_sent" in events.counts else logging.WARNING
         events.add(Event("info_not_sent", reason, tuple(self._state.workers[index].slots), index), level=level)
 
     def report_missing(self, missing: MissingKeys, slots: list[int]) -> None:
-        """Warn of keys that no info of these slots had; of each key once, whoever misses it first."""
+        """Warn about keys that no info of these slots had; once per key, for whichever worker reports it first."""
         mask = None if missing.mask in self._reported_missing else missing.mask
         keys = [key for key in missing.info_keys if key not in self._reported_missing]
         self._reported_missing |= {mask, *keys}
@@ -250,7 +250,7 @@ class Collecting:
             self._state.events.add(Event("missing_key", text, tuple(slots)))
 
     def worker_exited(self, worker: int, is_moved: bool) -> None:
-        """Its process is gone; its replacement knows nothing."""
+        """Forget the weights and fragments of a worker whose process is gone: its replacement has nothing."""
         self._state.weights.of(worker).worker_lost(worker)
         if is_moved:
             self.fragments.worker_moved(worker)
@@ -259,6 +259,6 @@ class Collecting:
 
 
 def of_slots(value: Any, slots: list[int]) -> Any:
-    """Return a knob's value for these slots: a number for all, or their own."""
+    """Return a knob's value for these slots: one number for all, or an array with one each."""
     array = np.asarray(value)
     return array[slots] if array.ndim else value

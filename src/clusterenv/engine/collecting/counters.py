@@ -1,6 +1,6 @@
-"""What a collector counts: steps, episodes, and where the workers' time goes. Pure.
+"""Counters of a collector: steps, episodes, and where the workers' time goes. Pure.
 
-Fed by `Collection` with every batch; read by `stats()` and `summary()`.
+`Collection` updates them with every batch; `stats()` and `summary()` read them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Counters"]
 
 _RECENT_EPISODES = 100
 _RECENT_BATCHES = 32
-"""Rates and shares are those of the last so many batches, or of four per worker where that is more."""
+"""Rates and shares cover this many recent batches, or four per worker if that is more."""
 
 COUNTED = ("rollouts", "steps", "episodes", "invalid_rows", "dropped_fragments")
 
@@ -34,14 +34,14 @@ class _Batch(NamedTuple):
 class Counters:
     def __init__(self, workers: int) -> None:
         self.counts = dict.fromkeys(COUNTED, 0)
-        self.collecting_s = 0.0  # while workers were at it; in a stream also while the learner worked
-        self.waiting_s = 0.0  # of that, what the caller spent in `rollout` or between two batches of a stream
+        self.collecting_s = 0.0  # time in which workers collected; in a stream also while the learner worked
+        self.waiting_s = 0.0  # of that, the caller's time in `rollout` or between two batches of a stream
         self.publishing_s = 0.0
-        self.considering_s = 0.0  # what the rule needs to know: the drift
+        self.considering_s = 0.0  # applying the rule, mostly measuring drift
         self._workers = workers
         self._busy_s = {"environment": 0.0, "policy": 0.0}  # of all workers together
         self._batches: deque[_Batch] = deque(maxlen=max(_RECENT_BATCHES, 4 * workers))
-        self._has_first = False  # `_batches` still begins with the first of all, in which the workers started
+        self._has_first = False  # `_batches` still has the very first batch, in which the workers started
         self._begin_batch()
         self._episodes: deque[tuple[float, int]] = deque(maxlen=_RECENT_EPISODES)  # returns, lengths
 
@@ -65,7 +65,7 @@ class Counters:
         self._episodes.extend(zip(batch.episodes.returns.tolist(), batch.episodes.lengths.tolist(), strict=True))
 
     def spent(self, collecting_s: float) -> None:
-        """The time since the last call, in which the fragments and batches since then were collected."""
+        """Add the time since the last call, in which the fragments and batches since then were collected."""
         self.collecting_s += collecting_s
         if not self._batch.worker_steps.any():
             return  # after the last batch of a stream
@@ -78,7 +78,7 @@ class Counters:
         self._begin_batch()
 
     def stats(self) -> dict[str, Any]:
-        """Totals; but `steps_per_s`, `worker_steps_per_s` and `time_shares` are of the recent batches."""
+        """Return totals; `steps_per_s`, `worker_steps_per_s` and `time_shares` cover only the recent batches."""
         workers, batches = self._workers, self._batches
         total = sum(batch.collecting_s for batch in batches)
         environment, policy = (
@@ -101,7 +101,7 @@ class Counters:
         }
 
     def recent(self) -> tuple[float, float]:
-        """Mean return and length of the last 100 episodes."""
+        """Return the mean return and length of the last 100 episodes."""
         if not self._episodes:
             return float("nan"), float("nan")
         returns, lengths = np.array(self._episodes).T

@@ -1,8 +1,8 @@
-"""Fragments under way: which worker runs which, where it lies, and what becomes of it. Pure.
+"""Fragments under way: which worker runs which, where each is stored, and its state. Pure.
 
-A rollout is one fragment of every worker, on a side of the memory that they have in common; it is taken when all have
-arrived. A stream lets every worker run ahead by a bounded number of fragments, each on a side of its own: while the
-learner reads one, the next is filled, and when all sides are full the worker waits. That bound is the data's age.
+A rollout is one fragment of every worker, all on the same side of the memory; it is delivered when all have arrived. A
+stream lets every worker run ahead by a bounded number of fragments, each on a separate side: while the learner reads
+one, the next is filled; when all sides are full, the worker waits. This bounds the age of the data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from clusterenv.wire.requests import FragmentResult
 __all__ = ["Fragment", "FragmentState", "Fragments", "Mode", "OnLoss"]
 
 OnLoss = Literal["rerun", "mask"]
-"""What becomes of the unfinished fragment of a worker that is lost in a rollout."""
+"""What to do with the unfinished fragment of a worker that is lost in a rollout."""
 
 
 class FragmentState(enum.Enum):
@@ -46,13 +46,13 @@ class Fragment:
     number: int = field(default=0, init=False)
     """Of its request."""
     incarnations: list[int] = field(default_factory=list, init=False)
-    """Of the worker's slots, when it began."""
+    """Of the worker's slots when it began."""
     is_wanted: bool = field(default=True, init=False)
-    """False: it was given up while it ran. Its slots have advanced all the same."""
+    """False: it was abandoned while it ran. Its slots advance nevertheless."""
     is_last: bool = field(default=False, init=False)
-    """Its slots go on elsewhere: the episodes that run on after it are truncated."""
+    """Its slots move to another node: episodes that would continue after it are truncated."""
     result: FragmentResult | None = field(default=None, init=False)
-    """None, though it has arrived: it was lost, and is not run again."""
+    """None although the state is ARRIVED: it was lost, and is not run again."""
 
 
 class Fragments:
@@ -60,7 +60,7 @@ class Fragments:
         self.mode = Mode.IDLE
         self.num_steps = 0
         self.owner: Counters | None = None
-        """Where what becomes of them is counted: of the collector that they were started for."""
+        """Counters of the collector that started them."""
         self.on_loss: OnLoss = "rerun"
         self._of: list[list[Fragment]] = [[] for _ in range(workers)]
         self._side = 0
@@ -83,7 +83,7 @@ class Fragments:
         return [f.worker for f in self._in(FragmentState.QUEUED, FragmentState.RUNNING) if f.is_wanted]
 
     def is_abandoned(self, worker: int) -> bool:
-        """Return whether a fragment of this worker was given up and still runs."""
+        """Return whether this worker still runs a fragment that was abandoned."""
         return any(not fragment.is_wanted for fragment in self._of[worker])
 
     # -- beginning --------------------------------------------------------------------------------------------
@@ -104,9 +104,9 @@ class Fragments:
         self.mode, self.num_steps, self.owner = mode, num_steps, owner
 
     def next(self, worker: int, is_leaving: bool) -> Fragment | None:
-        """Return the fragment that this worker is to be asked for next; None: there is none, or no place for it.
+        """Return the next fragment to request from this worker; None: there is none, or no free side for it.
 
-        `is_leaving`: its slots go on elsewhere. It is asked for another only if it has none to end their episodes with.
+        `is_leaving`: its slots move to another node. It runs one more only if it has none to end their episodes with.
         """
         if self.mode is Mode.ROLLOUT:
             return next((f for f in self._of[worker] if f.state is FragmentState.QUEUED), None)
@@ -131,7 +131,7 @@ class Fragments:
     # -- arriving ---------------------------------------------------------------------------------------------
 
     def arrived(self, worker: int, number: int, result: FragmentResult) -> Fragment:
-        """The answer to request `number` has come."""
+        """Record the answer to request `number`. Return its fragment."""
         fragment = next(f for f in self._of[worker] if f.number == number and f.state is FragmentState.RUNNING)
         if not fragment.is_wanted:
             self._of[worker].remove(fragment)
@@ -145,7 +145,7 @@ class Fragments:
             self._arrived.append(fragment)
 
     def worker_lost(self, worker: int) -> None:
-        """Its process is gone, and with it the fragments that it had not finished."""
+        """Drop, mask or requeue the unfinished fragments of a worker whose process is gone."""
         for fragment in list(self._of[worker]):
             if fragment.state is not FragmentState.RUNNING:
                 continue
@@ -157,23 +157,23 @@ class Fragments:
                 fragment.state = FragmentState.QUEUED
 
     def worker_moved(self, worker: int) -> None:
-        """Its slots go on elsewhere: the last fragment that the learner has not got yet ends their episodes."""
+        """Let the last finished fragment that the learner has not received end the episodes of slots that move."""
         finished = [f for f in self._of[worker] if f.state in (FragmentState.ARRIVED, FragmentState.READ)]
         if finished:
             finished[-1].is_last = True
         self.worker_lost(worker)
 
-    # -- taking -----------------------------------------------------------------------------------------------
+    # -- delivering -------------------------------------------------------------------------------------------
 
     def pop_rollout(self) -> list[Fragment]:
-        """Return the fragments of a rollout that has arrived, by worker."""
+        """Return the fragments of a complete rollout, by worker."""
         taken = list(self)
         assert all(fragment.state is FragmentState.ARRIVED for fragment in taken)
         self._clear()
         return taken
 
     def pop_next(self) -> Fragment | None:
-        """Return the next fragment of a stream, in the order of arrival. It stays where it is until `release`."""
+        """Return the next fragment of a stream, in order of arrival. It occupies its side until `release`."""
         if not self._arrived:
             return None
         fragment = self._arrived.popleft()
@@ -181,22 +181,22 @@ class Fragments:
         return fragment
 
     def put_back(self, fragment: Fragment) -> None:
-        """It is for a later batch."""
+        """Put a fragment back at the front, for a later batch."""
         fragment.state = FragmentState.ARRIVED
         self._arrived.appendleft(fragment)
 
     def release(self, fragment: Fragment) -> None:
-        """The learner has copied it: its side is free."""
+        """Free the side of a fragment that was copied into a batch."""
         self._of[fragment.worker].remove(fragment)
 
     def drop(self) -> None:
-        """Give up what is under way, and count it where it was started."""
+        """Abandon all fragments, and count them as dropped for the collector that started them."""
         owner, dropped = self.owner, self.abandon()
         if owner is not None:
             owner.counts["dropped_fragments"] += dropped
 
     def abandon(self) -> int:
-        """Give up what is under way: what runs is finished, and dropped. Returns how many fragments that are."""
+        """Abandon all fragments: those that run are finished, then dropped. Return how many are dropped."""
         if self.mode is Mode.IDLE:
             return 0
         running = self.running

@@ -1,7 +1,7 @@
-"""Synchronization: when the workers of a machine get newer weights, and how stale what they collected is. No I/O.
+"""Synchronization: when the workers of a machine get newer weights, and how stale their fragments are. No I/O.
 
-Before something is asked of a machine, the rule is applied to how the weights that its workers act with stand to the
-newest version (`decide`). The versions and the rule are the `Exchange`'s, what each machine has is the weight ledger's.
+Before a machine's workers are asked to collect, `decide` applies the rule to their weights and the newest version.
+`Exchange` owns the versions and the rule, the weight ledger owns which weights each machine has.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["Synchronization"]
 
 
 class Synchronization:
-    """One policy on the workers, while the ledger says that they act with it.
+    """Synchronize one policy with the workers, while it is the attached one.
 
     Args:
-        policy: what workers are sent of it.
-        counts: of what they collect with it.
+        policy: the policy as it is sent to workers.
+        counts: counters of what workers collect with it.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Synchronization:
         self.nodes = [Node() for _ in range(ledger.num_nodes)]
         self._is_recurrent = prepared.is_recurrent
         self.wants_first_states = exchange.codec == "auto" and not prepared.is_recurrent and prepared.mask is None
-        """Whether to measure on the initial states of episodes before there are others."""
+        """Whether to measure drift on initial states of episodes until there are others."""
         self._was_overdue = False
 
     @property
@@ -56,17 +56,17 @@ class Synchronization:
         return self._ledger.attached is self
 
     def detach(self) -> None:
-        """The workers are to be sent this policy anew before they act."""
+        """Detach this policy, so that workers are sent it again before they act."""
         self._ledger.attach(None)
 
     def attach(self, first_obs: Any | None) -> None:
-        """The workers act with this policy from now on; `first_obs` are states that episodes begin with."""
+        """Make the workers act with this policy from now on; `first_obs` are initial states of episodes."""
         self._ledger.attach(self)
         if first_obs is not None:
             self.publisher.note_begin(first_obs)
 
     def samples(self, num_steps: int, num_envs: int) -> Samples:
-        """Return which states of fragments of so many steps are to be sampled."""
+        """Return which states of fragments of `num_steps` steps to sample."""
         within = REPLAY if self._is_recurrent else None
         steps = min(num_steps, within or num_steps)
         return Samples(sample_every(steps * num_envs) if self.exchange.measures_drift else 0, within)
@@ -77,12 +77,12 @@ class Synchronization:
     # -- deciding ---------------------------------------------------------------------------------------------
 
     def decide(self, machine: Machine, max_lag: int | None = None) -> str | None:
-        """Give this machine's workers the newest version if the rule says so; returns why, or None.
+        """Assign the newest version to this machine if the rule says so. Return the reason, or None.
 
-        `max_lag`: what is older would be dropped, and nothing ever learned from it: pull, whatever the rule says.
+        `max_lag`: beyond this lag fragments are dropped, and never learned from, so pull whatever the rule says.
         """
         if machine.is_receiving:
-            return None  # decided when these have arrived, for what is newest then
+            return None  # decided after they have arrived, for the newest version then
         node = self.nodes[machine.node]
         node.standing = self.exchange.stand(machine.assigned, max(machine.acted.values(), default=0))
         decision = self.exchange.consider(machine.node, node.standing, max_lag)
@@ -91,7 +91,7 @@ class Synchronization:
             emit(
                 logging.WARNING,
                 f"node {machine.node} acted {decision.reason}: it pulls now. Unless learning is over, a loss that "
-                "clips around what acted may hold the policy there: lower the threshold, or see docs/aps.md",
+                "clips around the acting policy may hold it there: lower the threshold, or see docs/aps.md",
             )
         if not decision.pull:
             return None
@@ -109,24 +109,24 @@ class Synchronization:
         return pulled.version
 
     def evaluate_newest(self, other: bytes | None) -> None:
-        """Have every machine load the newest weights exactly, or these others, until `end_evaluation`."""
+        """Make every machine load exactly the newest weights, or `other`, until `end_evaluation`."""
         self.publisher.snapshot()
         wanted = self.publisher.data if other is None else other
         for machine in self._ledger:
-            # What is near enough to act with is not what is to be evaluated.
+            # Assigned weights may be approximate: good enough to act with, but not to evaluate.
             if other is not None or machine.assigned is None or machine.assigned.data != wanted:
                 self._ledger.evaluate(machine, wanted)
 
-    # -- what came back ---------------------------------------------------------------------------------------
+    # -- fragments --------------------------------------------------------------------------------------------
 
     def delivered(self, worker: int, version: int, fragment_bytes: int) -> Standing:
-        """A fragment acted by `version` is handed to the learner; returns how stale it is by now.
+        """Record that a fragment acted by `version` goes to the learner. Return how stale it is now.
 
-        Its samples are to be noted before. In a stream the newest is another than when the fragment was asked for.
+        Note its samples first. In a stream the newest version has changed since the fragment was requested.
         """
         machine = self._ledger.of(worker)
         node = self.nodes[machine.node]
-        assigned = machine.assigned if self.is_attached else None  # another policy's, by now
+        assigned = machine.assigned if self.is_attached else None  # else it is another policy's
         latest = self.publisher.snapshot()
         standing = Standing(version, latest, *self.exchange.drift_of(assigned, version))
         node.lags[standing.lag] += 1
@@ -136,7 +136,7 @@ class Synchronization:
         return standing
 
     def note_drift(self, batch: Rollout, parts: list[Part]) -> None:
-        """Add the batch's samples to the drift table, in an order that does not depend on who sent them."""
+        """Add the batch's samples to the drift table, in an order that does not depend on which worker sent them."""
         sampled: dict[int, list[tuple[Any, Any, Any]]] = {}  # version → t, column, parameters
         first = 0
         for part in parts:
@@ -168,7 +168,7 @@ class Synchronization:
             rows["mask"] = batch.action_masks[when, who]
         return rows
 
-    # -- looking ----------------------------------------------------------------------------------------------
+    # -- statistics -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {"version": self.publisher.version, "seed": self.policy.seed, "counts": dict(self.counts.counts)}

@@ -1,8 +1,8 @@
-"""The weight ledger: which weights each machine has and which are on their way, where they lie, and who reads them.
+"""The weight ledger: which weights each machine has or receives, where they are stored, and which workers read them.
 
-`Collector` says what a machine's workers act with (`assign`), `Collecting` what each worker has to load before it
-acts (`missing`, `load`), the driver what the executor reports (`heard`, `placed`). Every number about weights in the
-statistics comes from here. Pure: the clock comes in, and transfers leave as data for the executor to carry out.
+`Synchronization` sets what a machine's workers act with (`assign`), `Collecting` what each worker loads before it acts
+(`missing`, `load`); engine and driver pass on what the executor reports (`heard`, `placed`). All statistics about
+weights come from here. Pure: time is passed in, and transfers are returned as data for the executor to carry out.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ class Weights(NamedTuple):
     """Exact bytes that workers load, and the form in which they may travel."""
 
     number: int
-    """Names these bytes on one machine: lossy forms of one version differ between machines."""
+    """Identifies these bytes on one machine: lossy forms of one version differ between machines."""
     version: int
-    """-1: only to be evaluated."""
+    """-1: only for an evaluation."""
     data: bytes
     form: str = WHOLE
     packed: bytes | None = None
-    """The same in fewer bytes; None: they travel as they are."""
+    """The same in fewer bytes; None: `data` is sent."""
     base: int = 0
-    """`packed` are steps from the weights with this number; 0: from none."""
+    """`packed` holds steps from the weights with this number; 0: it holds no steps."""
     left: Drift | None = None
     """How far `data` is from the exact weights of this version; None: not measured."""
     keep: bool = False
-    """Later weights will come as steps from these."""
+    """Later weights will be sent as steps from these."""
 
 
 @dataclass
 class Node:
-    """What went to one node and came from it, over all its sessions, on behalf of one collector."""
+    """Statistics of the traffic with one node, over all its sessions, for one collector."""
 
     standing: Standing = field(default=_NOTHING, init=False)
     drift_at_pull: float | None = field(default=None, init=False)
     pulls: int = field(default=0, init=False)
     forms: Counter[str] = field(default_factory=Counter, init=False)
-    """Codec → how many pulls."""
+    """Codec → number of pulls."""
     weight_bytes: int = field(default=0, init=False)
     evaluation_bytes: int = field(default=0, init=False)
-    """Weights that went only to be evaluated."""
+    """Weights sent only for evaluations."""
     drift_bytes: int = field(default=0, init=False)
     fragment_bytes: int = field(default=0, init=False)
     lags: Counter[int] = field(default_factory=Counter, init=False)
-    """Versions behind the newest when a fragment was handed to the learner → how many fragments."""
+    """Versions behind the newest when a fragment was delivered to the learner → number of fragments."""
 
     def as_dict(self, version: int) -> dict[str, Any]:
         return {
@@ -84,16 +84,16 @@ class Transfer:
     weights: Weights
     machine: Machine
     node: Node
-    """Where it is counted."""
+    """The statistics that count it."""
     offset: int
     is_packed: bool
     began_at: float
     is_wanted: bool = True
-    """False: the workers have another policy by now."""
+    """False: another policy has been attached since."""
 
     @property
     def data(self) -> bytes:
-        """What travels."""
+        """The bytes to send."""
         return self.weights.packed if self.is_packed and self.weights.packed is not None else self.weights.data
 
     @property
@@ -103,38 +103,38 @@ class Transfer:
 
 @dataclass
 class _Place:
-    """A part of the memory for weights. It is not written again while a worker has yet to read it."""
+    """A part of the memory for weights. It is not overwritten while a worker has yet to read it."""
 
     offset: int
     room: int
     number: int = 0
-    """Of the weights that lie here, or are to."""
+    """Of the weights that are stored here, or on their way here."""
     readers: dict[int, int] = field(default_factory=dict)
-    """Request → worker."""
+    """Request → worker that has yet to read."""
 
 
 class Machine:
-    """What one machine has, for as long as its session lasts: all its shards share it."""
+    """The weights of one machine during one session; all its shards share them."""
 
     def __init__(self, node: int, session: int) -> None:
         self.node = node
         self.session = session
         self.assigned: Weights | None = None
-        """What its workers act with from their next fragment on. It travels when the first of them has to load it."""
+        """What its workers act with from their next fragment on. Sent when the first of them has to load it."""
         self.evaluated: Weights | None = None
-        """What they load for an evaluation, meanwhile."""
+        """What they load instead during an evaluation."""
         self.acted: Counter[int] = Counter()
-        """Worker → fragments that it acted with the assigned weights, and that were handed over."""
+        """Worker → number of delivered fragments that it acted with the assigned weights."""
         self.held: Weights | None = None
-        """The last that arrived, to act with: packed weights are steps from these."""
+        """The last weights to act with that arrived: packed weights are steps from these."""
         self.transfers: dict[int, Transfer] = {}
-        """By number: at most one of weights to act with, and one of weights to evaluate."""
+        """By number: at most one transfer of weights to act with, and one of weights to evaluate."""
         self._places: list[_Place] = []
-        self._loaded: dict[int, int] = {}  # worker → number of what it was last told to load
+        self._loaded: dict[int, int] = {}  # worker → number of the weights that it was last asked to load
 
     @property
     def is_receiving(self) -> bool:
-        """Whether weights to act with are on their way: what is newest by then is decided when they are here."""
+        """Whether weights to act with are on their way; the rule is applied again when they have arrived."""
         return any(transfer.is_wanted and transfer.weights.version >= 0 for transfer in self.transfers.values())
 
     @property
@@ -147,12 +147,12 @@ class Machine:
         return -1 if self.held is None else self.held.version
 
     def missing(self, worker: int) -> Weights | None:
-        """Return what this worker has to load before it acts; None: it has it."""
+        """Return the weights that this worker has to load before it acts; None: it has them."""
         wanted = self.evaluated or self.assigned
         return None if wanted is None or self._loaded.get(worker) == wanted.number else wanted
 
     def load(self, worker: int, weights: Weights, request: int, node: Node, now: float) -> tuple[int, Transfer | None]:
-        """Record that `worker` is asked to load these; returns where they lie, and what has to travel first, if any."""
+        """Record that `worker` is asked to load these. Return their offset, and the transfer needed first, if any."""
         transfer = None
         place = next((place for place in self._places if place.number == weights.number), None)
         if place is None:
@@ -186,11 +186,11 @@ class Machine:
             place.readers = {request: reader for request, reader in place.readers.items() if reader != worker}
 
     def policy_changed(self, worker: int) -> None:
-        """The worker is told of a policy: whatever it has loaded is gone."""
+        """Record that the worker is sent a new policy, which discards the weights that it has loaded."""
         self._loaded.pop(worker, None)
 
     def forget(self) -> None:
-        """Another policy is attached. What is still on its way is of no use."""
+        """Forget all weights because another policy is attached; transfers under way are of no use."""
         self.assigned = self.evaluated = self.held = None
         self.acted.clear()
         for transfer in self.transfers.values():
@@ -198,22 +198,22 @@ class Machine:
 
 
 class WeightLedger:
-    """The machines of a run, by the shard that they have; `shard_of`: worker → shard."""
+    """The machines of a run, by the shard that they run; `shard_of`: worker → shard."""
 
     def __init__(self, shard_of: list[int]) -> None:
         self._shard_of = shard_of
         self.num_nodes = max(shard_of) + 1
         self._machines = [Machine(shard, 0) for shard in range(self.num_nodes)]
         self.attached: Synchronization | None = None
-        """Whose policy the workers act with."""
+        """The policy that the workers act with."""
         self.policy_epoch = 0
-        """Counts policies: a worker that has an older one is sent the newest."""
+        """Counts attached policies: a worker that has an older one is sent the newest."""
         self._last_number = 0
         self.pull_s: list[float | None] = [None] * len(self._machines)
-        """How long each node's last transfer took."""
+        """Duration of each node's last transfer."""
 
     def __iter__(self) -> Iterator[Machine]:
-        """Each machine once."""
+        """Iterate over the machines, each once."""
         return iter(dict.fromkeys(self._machines))
 
     def of(self, worker: int) -> Machine:
@@ -222,10 +222,10 @@ class WeightLedger:
     def workers_of(self, machine: Machine) -> list[int]:
         return [worker for worker in range(len(self._shard_of)) if self.of(worker) is machine]
 
-    # -- what the collector says ------------------------------------------------------------------------------
+    # -- policy and versions ----------------------------------------------------------------------------------
 
     def attach(self, policy: Synchronization | None) -> None:
-        """This policy acts from now on, and what it costs is counted there; None: no policy does."""
+        """Attach a policy, which acts from now on and counts its transfers; None: no policy acts."""
         self.attached = policy
         self.policy_epoch += 1
         for machine in self:
@@ -243,14 +243,14 @@ class WeightLedger:
         left: Drift | None = None,
         keep: bool = False,
     ) -> Weights:
-        """The machine's workers act with these from their next fragment on."""
+        """Make the machine's workers act with these weights from their next fragment on."""
         base = machine.held.number if takes_steps and machine.held is not None else 0
         machine.assigned = Weights(self._next_number(), version, data, form, packed, base, left, keep)
         machine.acted.clear()
         return machine.assigned
 
     def evaluate(self, machine: Machine, data: bytes) -> None:
-        """The machine's workers load these next, until `end_evaluation`."""
+        """Make the machine's workers load these weights next, until `end_evaluation`."""
         machine.evaluated = Weights(self._next_number(), -1, data)
 
     def end_evaluation(self) -> None:
@@ -258,7 +258,7 @@ class WeightLedger:
             machine.evaluated = None
 
     def data_of(self, version: int) -> bytes | None:
-        """Return the weights of a version that some machine acts with; None where none does."""
+        """Return the weights of a version that some machine acts with; None if no machine does."""
         found = (machine.assigned for machine in self if machine.assigned is not None)
         return next((weights.data for weights in found if weights.version == version), None)
 
@@ -268,7 +268,7 @@ class WeightLedger:
         return {machine.assigned.version for machine in self if machine.assigned is not None}
 
     def version_of(self, node: int) -> int:
-        """Return the version that this node has; -1 where it has none."""
+        """Return the version that this node has; -1: none."""
         return max((machine.version for machine in self if machine.node == node), default=-1)
 
     @property
@@ -276,7 +276,7 @@ class WeightLedger:
         """The oldest version that a machine has."""
         return min(machine.version for machine in self)
 
-    # -- what workers are told --------------------------------------------------------------------------------
+    # -- loading ----------------------------------------------------------------------------------------------
 
     def load(self, worker: int, weights: Weights, request: int, now: float) -> tuple[int, Transfer | None]:
         assert self.attached is not None
@@ -284,16 +284,16 @@ class WeightLedger:
         return machine.load(worker, weights, request, self.attached.nodes[machine.node], now)
 
     def is_travelling(self, worker: int) -> bool:
-        """Whether requests to this worker may wait for weights: that they take long says nothing of the worker."""
+        """Return whether requests to this worker may be waiting for weights: then a delay does not mean a hang."""
         return self.of(worker).has_waiting
 
     # -- what the executor reports ----------------------------------------------------------------------------
 
     def placed(self, shard: int, node: int | None, session: int) -> None:
-        """The shard's workers run on this node from now on; None: nowhere."""
+        """Record that the shard's workers run on this node from now on; None: on no node."""
         before = self._machines[shard]
         for worker, its in enumerate(self._shard_of):
-            if its == shard:  # the machine may stay, with another shard
+            if its == shard:  # the machine may remain, with another shard
                 before.worker_lost(worker)
         found = None
         if node is not None:
@@ -306,14 +306,14 @@ class WeightLedger:
         self._machines[shard] = found
 
     def _anew(self, weights: Weights | None) -> Weights | None:
-        """Return the same weights for another machine: a number names a transfer to one machine only."""
+        """Return the same weights for another machine: a number identifies a transfer to one machine only."""
         return None if weights is None else weights._replace(number=self._next_number())
 
     def heard(self, event: WeightsSent | WeightsHeld | WeightsRefused) -> Transfer | None:
-        """Take note of what became of a transfer; returns it where it has to be sent again, whole."""
+        """Record what happened to a transfer. Return it if it has to be sent again, unpacked."""
         transfer = next((m.transfers[event.number] for m in self if event.number in m.transfers), None)
         if transfer is None:
-            return None  # of a session that is over
+            return None  # its session is over
         is_acting = transfer.weights.version >= 0
         if isinstance(event, WeightsSent):
             if is_acting:
