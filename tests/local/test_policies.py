@@ -362,6 +362,42 @@ def test_a_masked_fragment_has_states_too(tmp_path):
     assert batch.initial_state.shape == (4, 8) and (batch.initial_state[:2] == 0).all()
 
 
+@pytest.mark.parametrize("kind", ["plain", "recurrent"])
+def test_an_observation_that_is_not_finite_costs_its_column_whatever_the_policy_makes_of_it(kind, tmp_path):
+    """The policy's own output is not finite then, and torch's distributions raise."""
+
+    class Breaks(gym.Wrapper):
+        steps = 0
+
+        def step(self, action):
+            self.steps += 1
+            obs, *rest = super().step(action)
+            if self.steps == 3 and not (tmp_path / "broken").exists():
+                (tmp_path / "broken").touch()
+                obs = obs * np.nan
+            return obs, *rest
+
+    def collect_two(wrapper):
+        torch.manual_seed(0)
+        policy = ce.TorchPolicy(nn.Linear(OBS, 4), dist=lambda module, obs: Categorical(logits=module(obs)))
+        if kind == "recurrent":
+            policy = ce.TorchPolicy(Memory(), dist=recurrent_dist, initial_state=lambda rows: torch.zeros(rows, 8))
+        thunks = [lambda i=i: (wrapper if i == 1 else gym.Wrapper)(Any_(ACTIONS["discrete"])) for i in range(4)]
+        recovery = ce.Recovery(backoff_s=(0.01, 0.1))
+        with ce.ClusterEnv(thunks, backend=TWO, recovery=recovery) as envs:
+            collector = envs.collector(policy, seed=1)
+            return collector.rollout(6), collector.rollout(6)
+
+    broken, whole = collect_two(Breaks), collect_two(gym.Wrapper)
+    assert broken[0].valid[:, 1].tolist() == [True, True] + [False] * 4
+    assert np.isfinite(broken[0].obs).all() and np.isfinite(broken[0].logprobs).all()
+    assert broken[1].valid.all() and broken[1].incarnations.tolist() == [0, 1, 0, 0]
+    for batch, expected in zip(broken, whole, strict=True):
+        for name in ("obs", "actions", "rewards", "logprobs", "valid"):
+            mine, its = getattr(batch, name)[:, [0, 2, 3]], getattr(expected, name)[:, [0, 2, 3]]
+            assert np.array_equal(mine, its), name
+
+
 def test_a_state_whose_rows_do_not_come_first_is_refused():
     policy = ce.TorchPolicy(Memory(), dist=recurrent_dist, initial_state=lambda rows: torch.zeros(1, rows, 8))
     refused(policy, r"first axis must be the rows")

@@ -238,7 +238,6 @@ def test_a_worker_that_is_lost_with_the_fragment_of_a_stream_is_reported_by_the_
         assert infos["transition_valid"].tolist() == [False]
 
 
-@pytest.mark.xfail(strict=True, reason="the policy acts on the observation before anybody looks at it")
 def test_an_observation_that_is_not_finite_is_not_the_policys_failure() -> None:
     with opened(1, 1) as (world, envs):
         naive = ce.NumpyPolicy(lambda w, obs: np.repeat(obs[:, 1:] * w["w"], 3, axis=1), {"w": np.ones(1, np.float32)})

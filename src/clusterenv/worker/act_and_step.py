@@ -21,7 +21,7 @@ from clusterenv.policy.acting.base import PAD, pad_rows
 from clusterenv.policy.acting.distributions import mask_logits
 from clusterenv.wire.requests import Finals, Reply, RunFragment
 from clusterenv.worker.envs import EnvGroup
-from clusterenv.worker.fragment import Columns, Fragment
+from clusterenv.worker.fragment import Bad, Columns, Fragment
 from clusterenv.worker.pace import TIMED_EVERY
 from clusterenv.worker.policy import WorkerPolicy, not_finite, pad_starts, policy_failed
 from clusterenv.worker.single_env import Caught
@@ -92,7 +92,7 @@ class FragmentLoop:
             at[1] = POLICY
             begin = clock()
             try:
-                actions = self._act(run, t)
+                actions = self._act_or_lose(run, t)
             except Exception as error:  # user code: reported to the head, which raises it
                 run.policy_error = (f"{type(error).__name__}: {error}", traceback.format_exc())
                 break
@@ -110,6 +110,23 @@ class FragmentLoop:
             run.done = t + 1
             run.env_s += clock() - acted
 
+    def _act_or_lose(self, run: Fragment, t: int) -> Any:
+        """Choose the actions of row t.
+
+        If the policy fails because of an unusable observation, that environment's column is lost and the policy acts
+        again for the others.
+        """
+        try:
+            return self._act(run, t)
+        except Exception:
+            bad = run.columns.find_bad(run.done) if self._group.check else {}
+            if not bad:
+                raise
+            self._lose_bad(run, bad)
+            for k in bad:
+                run.steps[k] = run.columns.frozen(t, k)
+        return self._act(run, t)
+
     def _act(self, run: Fragment, t: int) -> Any:
         """Choose the actions of all environments in row t; return them as the environments expect them."""
         policy, columns = self._policy, run.columns
@@ -120,7 +137,7 @@ class FragmentLoop:
             obs = pad_rows(obs, count)
         if policy.state is not None:
             starts = pad_starts(starts)
-        params, policy.state = policy.actor.forward(obs, policy.state, starts)  # type: ignore[union-attr]
+        params, state = policy.actor.forward(obs, policy.state, starts)  # type: ignore[union-attr]
         params = params[:count]
         if policy.mask is not None:
             columns.masks[t] = mask = policy.allowed(columns.obs_at(t), params)
@@ -129,6 +146,7 @@ class FragmentLoop:
         total = float(np.add.reduce(params, axis=None))
         if total - total != 0.0:  # NaN or infinite: never let such an action reach an environment
             raise not_finite(params, self._group.slots)
+        policy.state = state
         if t == run.picked.next_t:
             run.picked.take(t, params)
         columns.actions[t] = actions
@@ -307,6 +325,12 @@ class FragmentLoop:
                 for t, k in zip(finals.t[wrong].tolist(), finals.columns[wrong].tolist(), strict=True):
                     if columns.valid[t, k] and (k not in bad or bad[k][0] > t):
                         bad[k] = (t, "the episode's last observation is not finite", False)
+        self._lose_bad(run, bad)
+        return bool(bad)
+
+    def _lose_bad(self, run: Fragment, bad: Bad) -> None:
+        """Lose each of these columns from its first unusable value on."""
+        columns = run.columns
         for k, (t, text, in_next) in sorted(bad.items()):
             if k not in run.failed:
                 call = run.call(t, k, in_next)
@@ -317,4 +341,3 @@ class FragmentLoop:
                 leaf[t + 1 :, k] = leaf[t, k]
             run.drop_after(t, k)
             run.finals.append((t, k, columns.row(t, k)))
-        return bool(bad)

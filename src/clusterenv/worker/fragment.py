@@ -15,7 +15,10 @@ from clusterenv.wire.requests import DriftSamples, Fault, Finals, FragmentResult
 from clusterenv.worker.envs import EnvGroup
 from clusterenv.worker.policy import WorkerPolicy
 
-__all__ = ["Columns", "Fragment"]
+__all__ = ["Bad", "Columns", "Fragment"]
+
+Bad = dict[int, tuple[int, str, bool]]
+"""Column → (first step with an unusable value, why, whether it is the observation after that step)."""
 
 
 class Fragment:
@@ -138,9 +141,9 @@ class Columns(FragmentArrays):
         obs = self.row(t, k)
         return lambda action: (obs, 0.0, False, False, {})
 
-    def find_bad(self, done: int) -> dict[int, tuple[int, str, bool]]:
-        """Return column → (first step with an unusable value, why, whether it is the observation after that step)."""
-        bad: dict[int, tuple[int, str, bool]] = {}
+    def find_bad(self, done: int) -> Bad:
+        """Return the columns with unusable values in the first `done` steps."""
+        bad: Bad = {}
 
         def note(wrong: Any, what: str, is_after: bool = True) -> None:  # wrong: [done, K]
             for t, k in np.argwhere(wrong & self.valid[:done]):
