@@ -12,7 +12,7 @@ from stepping import kinds
 from toys import linear
 
 pytestmark = pytest.mark.network
-SLOW = 40e3  # bytes per second: about a third of a megabit
+SLOW = 20e3  # bytes per second: about a third of a megabit
 
 
 def weights(numbers):

@@ -44,6 +44,7 @@ from clusterenv.wire.messages import (
     Beat,
     Bye,
     FromNode,
+    HeadBeat,
     Hello,
     Leave,
     Offer,
@@ -57,11 +58,8 @@ from clusterenv.wire.messages import (
 
 __all__ = ["Head"]
 
-_MOST = 64
-"""Most messages to read before anything else is checked, for example the caller's deadline."""
-
-_TICK_S = 0.02
-"""Interval between the roster's ticks."""
+_MOST = 64  # messages to read before anything else is checked, for example the caller's deadline
+_TICK_S = 0.02  # interval between the roster's ticks
 
 _LATE_BYTES = 1 << 14
 """Least size to count for an answer that matches no open request: few are normal, after a shard has moved."""
@@ -116,7 +114,7 @@ class Head:
         """Messages of sessions that are over, that match no open request, or that break the protocol."""
         self._read_all_at = 0.0  # when nothing was left to read
         self._unchecked = 0  # messages read since nodes were checked for silence
-        self._next_tick = 0.0
+        self._next_tick = self._next_beat = 0.0
         self._listening_since = time.monotonic()
         self._listened_at = time.monotonic()
         self._mine = Listener(self._advance)
@@ -216,6 +214,10 @@ class Head:
                 self._send(node, Leave(-1, f"its job is over: {reason}"))
                 self._do(self.roster.gone(node, reason, now))
             self._do(self.roster.tick(began, self._listening_since))
+        if now >= self._next_beat:
+            self._next_beat = now + self.timing.beat_s
+            for node in self._active:
+                self._send(node, HeadBeat())
 
     def _hear(self, arrived: Arrived, now: float) -> None:
         node = self._admission.node_of.get(arrived.key)

@@ -263,7 +263,7 @@ class Agent:
                 self._exit = NEVER
             self._is_refused = True
             return
-        if session == self._session:
+        if session == self._session and not isinstance(message, messages.HeadBeat):
             self._handle_in_session(message, frames)
 
     def _handle_in_session(self, message: Any, frames: list[Any]) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from clusterenv.code.packages import Wanted
 
-PROTOCOL = 8
+PROTOCOL = 9
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
@@ -129,6 +129,13 @@ class Welcome(_Message):
     lease_s: float
 
 
+class HeadBeat(_Message):
+    """Sent at regular intervals: the head is alive.
+
+    A node whose own heartbeats wait behind a large answer on a slow link hears nothing else from the head.
+    """
+
+
 class Refused(_Message):
     reason: str
     final: bool
@@ -233,6 +240,7 @@ class Leave(_ShardMessage):
 FromNode = Hello | Failed | Lacks | Answer | SteppedAll | Exited | Output | StackTrace | Beat | Pull | Bye
 FromHead = (
     Welcome
+    | HeadBeat
     | Refused
     | AssignShard
     | Code
