@@ -113,9 +113,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a rebuilt environment keeps its incarnation",
-        "engine/failures.py",
-        "incarnations.numbers[slot] += 1",
-        "incarnations.numbers[slot] += 0",
+        "engine/incarnations.py",
+        "self.numbers[slot] += 1",
+        "self.numbers[slot] += 0",
     ),
     Mutation(
         "a first row that nobody awaits is delivered",
