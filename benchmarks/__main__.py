@@ -119,33 +119,27 @@ def find_interpreters(tables: list[Table]) -> dict[str, Path | Missing]:
     return pythons
 
 
-def measure(
-    python: Path | Missing, subject: str, table: Table, workers: int, seconds: float
-) -> dict[str, Any] | Missing:
-    """Run one subject once, in its own process group, and return the outcome that it printed."""
-    if isinstance(python, Missing):
-        return python
-    command = [
-        str(python),
-        str(FILES.get(subject, SUBJECTS_FILE)),
-        subject,
-        table.env_id,
-        "--num-envs",
-        str(table.num_envs),
-    ]
-    command += [
-        "--workers",
-        str(table.workers or workers),
-        "--seconds",
-        str(seconds),
-        "--warmup",
-        str(WARMUP_S),
-    ]
+def start(python: Path, subject: str, table: Table, workers: int, seconds: float, *more: str) -> subprocess.Popen[str]:
+    """Start one subject in its own process group."""
+    command = [str(python), str(FILES.get(subject, SUBJECTS_FILE)), subject, table.env_id, *more]
+    command += ["--num-envs", str(table.num_envs), "--workers", str(table.workers or workers)]
+    command += ["--seconds", str(seconds), "--warmup", str(WARMUP_S)]
     # PYTHONPATH reaches the workers of every subject, which load the synthetic environments by name.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # else a source tree would be compiled at every start
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+
+
+def measure(
+    python: Path | Missing, subject: str, table: Table, workers: int, seconds: float
+) -> dict[str, Any] | Missing:
+    """Run one subject once, and return the outcome that it printed."""
+    if isinstance(python, Missing):
+        return python
+    process = start(python, subject, table, workers, seconds)
     timeout_s = WARMUP_S + seconds + START_AND_STOP_S
     try:
         output, errors = process.communicate(timeout=timeout_s)

@@ -42,6 +42,8 @@ class Job:
     workers: int
     seconds: float
     warmup_s: float
+    in_turns: bool = False
+    """Measure only when a line on stdin asks for it, so that two subjects can take turns."""
 
 
 class Window(NamedTuple):
@@ -92,7 +94,14 @@ def count(advance: Advance, seconds: float) -> Window:
 
 def warm_and_count(advance: Advance, job: Job) -> list[Window]:
     count(advance, job.warmup_s)
-    return [count(advance, job.seconds)]
+    if not job.in_turns:
+        return [count(advance, job.seconds)]
+    begin, windows = time.perf_counter(), []
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        windows.append(count(advance, job.seconds))
+        print("done", flush=True)
+    return [Window(sum(w.transitions for w in windows), sum(w.elapsed_s for w in windows), begin)]
 
 
 def lockstep(step: Callable[[np.ndarray], tuple[Any, ...]], actions: np.ndarray) -> Advance:
@@ -309,8 +318,9 @@ def main(subjects: dict[str, Subject]) -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--warmup", type=float, default=0.5, dest="warmup_s")
+    parser.add_argument("--in-turns", action="store_true", help="measure once for each line on stdin")
     args = parser.parse_args()
-    job = Job(args.env_id, args.num_envs, args.workers, args.seconds, args.warmup_s)
+    job = Job(args.env_id, args.num_envs, args.workers, args.seconds, args.warmup_s, args.in_turns)
     windows = subjects[args.subject](job)
     rate = sum(window.transitions / window.elapsed_s for window in windows)
     outcome = {

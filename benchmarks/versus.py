@@ -1,8 +1,9 @@
 """Compare the speed of this checkout with that of another commit: `python -m benchmarks.versus COMMIT`.
 
 Enters: a commit. Leaves: a Markdown table on stdout, the raw figures in `runs/bench`. The commit is installed into a
-separate virtual environment, which shares all other packages with this one. Both are measured in turn, by the same
-script, so that other load on the machine affects both; a ratio is that of a pair of neighbouring measurements.
+separate virtual environment, which shares all other packages with this one. In each round both are started, by the
+same script, and take turns of half a second, so that other load on the machine affects both; the ratio of a round is
+that of the sums of its turns.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import sysconfig
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from benchmarks.__main__ import OUTPUT, measure, say
+from benchmarks.__main__ import OUTPUT, kill_group, say, start
 from benchmarks.tables import Table
-from benchmarks.venvs import HOME, ROOT, Missing
+from benchmarks.venvs import HOME, ROOT
 
 CASES = {
     "step CartPole-v1": ("clusterenv", "CartPole-v1"),
@@ -44,7 +46,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.versus", description=__doc__.splitlines()[0])
     parser.add_argument("commit", help="the older version")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=2.0, help="duration of each measurement, after the warm-up")
+    parser.add_argument("--turns", type=int, default=4, help="of each version in a round")
+    parser.add_argument("--seconds", type=float, default=0.5, help="duration of a turn")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help=f"any of {', '.join(CASES)}")
     parser.add_argument("--old-python", type=Path, help="an interpreter that already has that commit installed")
@@ -57,15 +60,39 @@ def main() -> None:
         for case, series in outcomes.items():
             subject, env_id = CASES[case]
             table = Table(case, env_id, NUM_ENVS, (subject,))
-            for which in ("old", "new") if round_ % 2 else ("new", "old"):  # neither is always first
-                outcome = measure(pythons[which], subject, table, args.workers, args.seconds)
-                if isinstance(outcome, Missing):
-                    raise SystemExit(f"{case}, {which}: {outcome.reason}")
-                series[which].append({figure: outcome[figure] for figure in FIGURES})
+            order = ("old", "new") if round_ % 2 else ("new", "old")  # neither is always first
+            outcome = take_turns({which: pythons[which] for which in order}, subject, table, args)
+            for which, figures in outcome.items():
+                series[which].append(figures)
             ratio = series["new"][-1]["steps_per_s"] / series["old"][-1]["steps_per_s"]
             say(f"round {round_ + 1}/{args.rounds}  {case}: {ratio:.3f}")
         args.output.write_text(json.dumps({"commit": args.commit, "outcomes": outcomes}, indent=2) + "\n")
     print(markdown(outcomes, args.commit))
+
+
+def take_turns(pythons: dict[str, Path], subject: str, table: Table, args: Any) -> dict[str, dict[str, float]]:
+    """Start the versions one after the other, let them run in turn, and return the figures of each."""
+    running: dict[str, subprocess.Popen[str]] = {}
+    try:
+        for which, python in pythons.items():
+            running[which] = start(python, subject, table, args.workers, args.seconds, "--in-turns")
+            await_line(running[which], "ready")
+        for turn in range(args.turns):
+            for which in running if turn % 2 else reversed(running):
+                print("go", file=running[which].stdin, flush=True)
+                await_line(running[which], "done")
+        outcomes = {which: json.loads(process.communicate()[0]) for which, process in running.items()}
+    except BaseException:
+        for process in running.values():
+            kill_group(process)
+        raise
+    return {which: {figure: outcome[figure] for figure in FIGURES} for which, outcome in outcomes.items()}
+
+
+def await_line(process: subprocess.Popen[str], expected: str) -> None:
+    assert process.stdout is not None and process.stderr is not None
+    if process.stdout.readline().strip() != expected:
+        raise SystemExit(process.stderr.read())
 
 
 def install(commit: str) -> Path:
