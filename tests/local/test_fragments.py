@@ -57,6 +57,25 @@ class OddInfo(Trouble):
         return obs, reward, terminated, truncated, {"count": self.t, **odd}
 
 
+def test_an_info_that_cannot_travel_costs_the_slot_that_returned_it():
+    """The slots share a worker; the others keep their rows and infos."""
+
+    class OddLast(Trouble):
+        def step(self, action):
+            obs, reward, terminated, truncated, _ = super().step(action)
+            odd = {"handle": object()} if self.slot == 2 and self.t == 3 else {}
+            return obs, reward, terminated, truncated, {"count": self.t, **odd}
+
+    thunks = [lambda i=i: OddLast(i, length=15) for i in range(3)]
+    with ce.ClusterEnv(thunks, backend=ce.Loopback(nodes=1, workers_per_node=1)) as envs:
+        envs.reset(seed=1)
+        for _ in range(3):
+            obs, *_, infos = envs.step(np.zeros(3, np.int64))
+        assert infos["transition_valid"].tolist() == [True, True, False]
+        assert "handle" in infos["loss_reason"][2]
+        assert infos["count"][:2].tolist() == [3, 3] and obs[:2, 3].tolist() == [3, 3]
+
+
 @pytest.mark.parametrize("call", ["rollout", "stream"])
 def test_an_info_that_cannot_travel_is_left_out_by_name(call):
     """In a network run it must neither hold the rollout up nor mix up the fragments after it."""

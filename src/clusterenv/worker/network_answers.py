@@ -6,6 +6,7 @@ an environment, or is left out and named.
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from clusterenv.errors import NotPlainError
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Layout
 from clusterenv.memory.transfer import fragment_sizes, row_bytes
+from clusterenv.wire import infos as info_columns
 from clusterenv.wire import requests
 from clusterenv.wire.channel import (
     brings_of,
@@ -68,7 +70,7 @@ class NetworkAnswers:
                     yield encode_plain(self._without(reply, f"{error}"), self._other, brings)
                     return
                 if not isinstance(part.result, list) and len(data) > self._limit(reply):
-                    text = f"its infos take {len(data)} bytes, and at most {self._limit(reply)} can be sent"
+                    text = f"infos and objects take {len(data)} bytes, and at most {self._limit(reply)} can be sent"
                     yield encode_plain(self._without(reply, text), self._other, brings)
                     return
                 yield data
@@ -101,7 +103,7 @@ class NetworkAnswers:
         """Return the answer without what cannot be sent.
 
         The rows of a fragment are complete; the head must get them, or it would wait for ever. In any other answer it
-        becomes a fault of the first slot; the path in the error says which environment returned it.
+        becomes a fault of the slots that it came from: those whose values are not plain data, or the largest ones.
         """
         if isinstance(reply.result, FragmentResult):
             result = with_plain_infos(reply.result)
@@ -112,20 +114,26 @@ class NetworkAnswers:
         if not reply.slots:
             return Reply(reply.request, [], faults=[_fault(-1, why)])
         known = {fault.slot for fault in reply.faults}
-        failed = [slot for slot in reply.slots if slot not in known][:1]
-        objects = [entry for entry in reply.objects or () if entry[0] not in failed]
-        if objects and not _is_plain(objects):
-            failed = [slot for slot in reply.slots if slot not in known]
-            objects = []
-        faults = [*reply.faults, *(_fault(slot, why) for slot in failed)]
-        return reply._replace(infos=None, objects=objects or None, faults=faults)
+        sizes = {slot: _size(reply, slot) for slot in reply.slots if slot not in known}
+        failed: list[int] = []
+        for slot in sorted(sizes, key=lambda slot: sizes[slot], reverse=True):
+            if failed and sum(sizes.values()) <= self._limit(reply) // 2:
+                break
+            failed.append(slot)
+            del sizes[slot]
+        objects = [entry for entry in reply.objects or () if entry[0] in sizes]
+        infos = info_columns.select(reply.infos, {slot: slot for slot in sizes}) if reply.infos else None
+        faults = [*reply.faults, *(_fault(slot, why) for slot in sorted(failed))]
+        return reply._replace(infos=infos, objects=objects or None, faults=faults)
 
 
-def _is_plain(value: Any) -> bool:
+def _size(reply: Reply, slot: int) -> float:
+    """Return the size of a slot's infos and objects as plain data; infinite if they are not plain."""
+    infos = info_columns.select(reply.infos, {slot: slot}) if reply.infos else {}
     try:
-        return len(plain().pack(value)) < BESIDE_BYTES
+        return len(plain().pack([infos, [entry for entry in reply.objects or () if entry[0] == slot]]))
     except NotPlainError:
-        return False
+        return math.inf
 
 
 def _fault(slot: int, text: str, phase: str = "step") -> Fault:
