@@ -11,7 +11,7 @@ import math
 import os
 import socket as tcp
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import zmq
@@ -23,6 +23,8 @@ from clusterenv.system.interrupts import uninterrupted
 from clusterenv.transport.keys import KeyPair
 
 _ZAP = "inproc://zeromq.zap.01"
+
+_NOBLOCK, _NOBLOCK_MORE, _POLLIN = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
 
 _ACKED, _BUSY_US, _TCP_INFO = 120, 168, 176
 """Offsets in Linux's `struct tcp_info`: acknowledged bytes, time with unacknowledged bytes; and its size."""
@@ -49,6 +51,32 @@ class Arrived(NamedTuple):
 def listening_on(host: str, port: int) -> str:
     """Return the address of a head that listens there."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _messages(socket: zmq.Socket[bytes], most: int | None = None) -> Iterator[list[zmq.Frame]]:
+    """Yield the messages that have come, at most `most`.
+
+    In pyzmq, `recv_multipart` queries libzmq after every frame, and an empty queue raises an exception: with small
+    messages, both cost more than receiving them.
+    """
+    is_readable, count = True, 0
+    while is_readable and count != most:
+        try:
+            frames = [socket.recv(_NOBLOCK, copy=False)]
+        except zmq.Again:
+            return
+        while frames[-1].more:
+            frames.append(socket.recv(_NOBLOCK, copy=False))
+        yield frames
+        count += 1
+        is_readable = bool(socket.get(zmq.EVENTS) & _POLLIN)  # type: ignore[operator]
+
+
+def _send(socket: zmq.Socket[bytes], frames: Sequence[Any]) -> None:
+    """Send a message. `send_multipart` checks the type of every frame first."""
+    for frame in frames[:-1]:
+        socket.send(frame, _NOBLOCK_MORE)
+    socket.send(frames[-1], _NOBLOCK)
 
 
 class HeadSocket:
@@ -124,11 +152,7 @@ class HeadSocket:
         arrived: list[Arrived] = []
         if ready is not None and self._socket not in ready:
             return arrived
-        while len(arrived) < most:
-            try:
-                route, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                break
+        for route, *frames in _messages(self._socket, most):
             last, name = frames[-1] if frames else route, route.bytes
             link = self._links.get(name) or self._new_link(name, int(last.get(zmq.SRCFD)))
             arrived.append(Arrived(str(last.get("User-Id")), link, name, [frame.buffer for frame in frames]))
@@ -164,7 +188,7 @@ class HeadSocket:
     def send(self, route: bytes, frames: Sequence[Any]) -> bool:
         """Send a message; return False if its receiver is no longer connected."""
         try:
-            self._socket.send_multipart([route, *frames], zmq.NOBLOCK)
+            _send(self._socket, [route, *frames])
         except zmq.ZMQError:
             return False
         return True
@@ -240,13 +264,9 @@ class NodeSocket:
 
     def receive(self, ready: Any) -> list[list[Any]]:
         """Return the messages that have arrived; `ready` is from a poller."""
-        arrived: list[list[Any]] = []
-        while self._socket in ready:
-            try:
-                arrived.append([frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)])
-            except zmq.Again:
-                break
-        return arrived
+        if self._socket not in ready:
+            return []
+        return [[frame.buffer for frame in frames] for frames in _messages(self._socket)]
 
     def ended(self, ready: Any) -> str | None:
         """Return why the connection is gone, if it is."""
@@ -274,7 +294,7 @@ class NodeSocket:
         return self._bytes_per_s
 
     def send(self, frames: Sequence[Any]) -> None:
-        self._socket.send_multipart(frames, zmq.NOBLOCK)
+        _send(self._socket, frames)
 
     def close(self, linger_s: float = 0.0) -> None:
         with contextlib.suppress(zmq.ZMQError):
