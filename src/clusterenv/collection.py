@@ -70,9 +70,10 @@ class Collection:
 
     # -- rollouts ---------------------------------------------------------------------------------------------
 
-    def start_rollout(self, num_steps: int, on_loss: OnLoss) -> None:
+    def start_rollout(self, num_steps: int, on_loss: OnLoss, balance: bool) -> None:
         self._prepare(num_steps)
-        self.fragments.start_rollout(num_steps, on_loss, self.counts)
+        lengths = self.counts.balanced_lengths(num_steps) if balance else [num_steps] * len(self._driver.slots_of)
+        self.fragments.start_rollout(num_steps, on_loss, self.counts, lengths)
         self._begin()
 
     def _prepare(self, num_steps: int, num_sides: int = 2) -> None:
@@ -202,9 +203,9 @@ class Collection:
             stand = self.sync.delivered(part.worker, result.version, size_of(part))
             slots = tuple(part.slots)
             receipts.append(Receipt(part.worker, slots, result.version, stand.lag, stand.drift, stand.drift_se))
-            self.counts.fragment(part.worker, num_steps * len(slots), result.env_s, result.policy_s)
+            self.counts.fragment(part.worker, result.num_steps, len(slots), result.env_s, result.policy_s)
         batch = replace(batch, receipts=tuple(receipts))
-        self.counts.batch(batch)
+        self.counts.batch(batch, sum(part.num_steps * len(part.slots) for part in parts))
         return batch
 
     def _part(self, fragment: Fragment) -> Part:
@@ -213,7 +214,8 @@ class Collection:
         if fragment.is_last and result is not None:
             result = end_episodes(side, slots[0], len(slots), result)
         self._sequence[worker] += 1
-        return Part(worker, slots, side, result, fragment.incarnations, int(self._sequence[worker]) - 1)
+        sequence = int(self._sequence[worker]) - 1
+        return Part(worker, slots, side, result, fragment.num_steps, fragment.incarnations, sequence)
 
     # -- evaluating -------------------------------------------------------------------------------------------
 

@@ -92,7 +92,9 @@ class Collector:
     # -- collecting -------------------------------------------------------------------------------------------
 
     @uninterrupted
-    def rollout(self, num_steps: int, timeout_s: float | None = None, copy: bool = True) -> Rollout:
+    def rollout(
+        self, num_steps: int, timeout_s: float | None = None, copy: bool = True, *, balance: bool = False
+    ) -> Rollout:
         """Collect `num_steps` steps of every environment, acted by the agent with its current weights.
 
         Resets the environments if they have not been reset yet; episodes continue from call to call.
@@ -100,10 +102,14 @@ class Collector:
         Args:
             timeout_s: raise `DeadlineError` after this time; the next call waits for the same fragments.
             copy: False returns views of shared memory, valid until the rollout after the next.
+            balance: slower workers collect fewer steps, by their speed in earlier rollouts, so that all finish at the
+                same time; the other rows of their columns are not valid. How many rows a slot gets then depends on
+                timing; what is in them does not.
         """
         expect("rollout", "num_steps", num_steps, int, least=1)
         expect("rollout", "timeout_s", timeout_s, float | None, least=0)
         expect("rollout", "copy", copy, bool)
+        expect("rollout", "balance", balance, bool)
         self._envs._ready_to_collect(self, "rollout")
         begin = time.perf_counter()
         collection, fragments = self._collection, self._collection.fragments
@@ -115,18 +121,18 @@ class Collector:
                 f"ask for {fragments.num_steps} steps, or reset() first"
             )
         if fragments.mode is Mode.IDLE:
-            self._start(num_steps)
+            self._start(num_steps, balance)
         elif not self._sync.is_attached:
             collection.decide_all()  # another collector has evaluated: lost fragments run again with this policy
         batch = collection.batch(collection.wait_for_rollout(timeout_s), num_steps, copy)
         if self._prefetch:
-            self._start(num_steps)
+            self._start(num_steps, balance)
         self._counts.waiting_s += self._count_time(begin) - begin
         return batch
 
-    def _start(self, num_steps: int) -> None:
+    def _start(self, num_steps: int, balance: bool) -> None:
         self.publish()
-        self._collection.start_rollout(num_steps, self._on_loss)
+        self._collection.start_rollout(num_steps, self._on_loss, balance)
 
     def stream(
         self,
@@ -277,7 +283,8 @@ class Collector:
         """Return counters and times: totals, per worker, and under `nodes` what each machine has, pulled and sent.
 
         `steps_per_s`, `worker_steps_per_s` and `time_shares` cover the recent batches: the first, in which the workers
-        started, counts only until there is a second.
+        started, counts only until there is a second. `worker_step_s`: time that each worker needs for one step of its
+        slots.
         """
         return {
             **self._counts.stats(),

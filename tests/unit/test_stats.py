@@ -20,8 +20,8 @@ class OneEpisode:
 def collect(counters, seconds, env_s=0.4):
     """A batch of 100 steps by two workers."""
     for worker in range(2):
-        counters.fragment(worker, 50, env_s, 0.1)
-    counters.batch(SimpleNamespace(valid=np.ones((50, 2), bool), episodes=OneEpisode()))
+        counters.fragment(worker, 50, 1, env_s, 0.1)
+    counters.batch(SimpleNamespace(valid=np.ones((50, 2), bool), episodes=OneEpisode()), 100)
     counters.spent(seconds)
 
 
@@ -50,3 +50,18 @@ def test_rates_follow_what_happens_now():
     counters.spent(7.0)  # the end of a stream, which brought no batch
     assert counters.stats()["steps_per_s"] == 200.0
     assert Counters(2).stats()["time_shares"] == {"environment": 0.0, "policy": 0.0, "waiting": 0.0}
+
+
+def test_slower_workers_get_shorter_fragments():
+    counters = Counters(3)
+    assert counters.balanced_lengths(100) == [100, 100, 100], "nothing is known yet"
+    for worker, env_s in enumerate((0.8, 2.0, 0.85)):
+        counters.fragment(worker, 100, 8, env_s, 0.0)
+    assert counters.balanced_lengths(100) == [100, 40, 100], "small differences do not count"
+    assert counters.balanced_lengths(1) == [1, 1, 1]
+    for _ in range(8):  # another one is slow now
+        for worker, env_s in enumerate((4.0, 1.0, 1.0)):
+            counters.fragment(worker, 100, 8, env_s, 0.0)
+    assert counters.balanced_lengths(100) == [25, 100, 100]
+    counters.fragment(0, 0, 8, 0.0, 0.0)  # it failed at once
+    assert counters.balanced_lengths(100) == [25, 100, 100]

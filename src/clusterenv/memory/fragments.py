@@ -109,6 +109,14 @@ class FragmentArrays:
             self.truncations[t:, k] = False
             self.truncations[t, k] = True
 
+    def blank(self, t: int) -> None:
+        """Flag all rows from t on as not played; the episodes continue from the observation of row t."""
+        for array in (self.valid, self.starts, self.terminations, self.truncations):
+            array[t:] = False
+        self.rewards[t:] = self.logprobs[t:] = 0.0
+        for leaf in self.obs:
+            leaf[t + 1 :] = leaf[t]
+
     def lose_unplayed(self, t: int) -> None:
         """Flag all rows from t on as lost; they still hold data of an earlier fragment."""
         self.starts[t:] = False

@@ -26,6 +26,8 @@ class Part(NamedTuple):
     side: Side
     result: FragmentResult | None
     """None: lost and not run again; its columns are flagged invalid."""
+    num_steps: int
+    """Steps that were requested: fewer than those of the batch if rollouts are balanced."""
     incarnations: list[int]
     sequence: int
 
@@ -38,8 +40,12 @@ def put_together(parts: list[Part], num_steps: int, space: Any, leaves: tuple[Le
     """Join the parts side by side, in the given order, which is that of their slots; without receipts."""
     steps = slice(0, num_steps)
     for part in parts:
-        if part.result is None:
-            FragmentArrays(part.side.specs, part.side.part(num_steps, part.columns)).lose_unplayed(0)
+        if part.result is None or part.num_steps < num_steps:
+            arrays = FragmentArrays(part.side.specs, part.side.part(num_steps, part.columns))
+            if part.result is None:
+                arrays.lose_unplayed(0)
+            else:
+                arrays.blank(part.num_steps)
     slots = [slot for part in parts for slot in part.slots]
     n = len(slots)
     sides = {id(part.side) for part in parts}

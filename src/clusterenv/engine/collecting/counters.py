@@ -18,6 +18,9 @@ _RECENT_EPISODES = 100
 _RECENT_BATCHES = 32
 """Rates and shares cover this many recent batches, or four per worker if that is more."""
 
+_EVEN = 0.9
+"""Workers that are at least this fast, compared with the fastest, get fragments of full length: times vary."""
+
 COUNTED = ("rollouts", "steps", "episodes", "invalid_rows", "dropped_fragments")
 
 
@@ -42,25 +45,38 @@ class Counters:
         self._busy_s = {"environment": 0.0, "policy": 0.0}  # of all workers together
         self._batches: deque[_Batch] = deque(maxlen=max(_RECENT_BATCHES, 4 * workers))
         self._has_first = False  # `_batches` still has the very first batch, in which the workers started
+        self._step_s = np.zeros(workers)  # of each worker, for one step of all its slots: smoothed; 0: not known yet
         self._begin_batch()
         self._episodes: deque[tuple[float, int]] = deque(maxlen=_RECENT_EPISODES)  # returns, lengths
 
     def _begin_batch(self) -> None:
         self._batch = _Batch(0.0, 0, *(np.zeros(self._workers) for _ in range(3)))
 
-    def fragment(self, worker: int, steps: int, env_s: float, policy_s: float) -> None:
+    def fragment(self, worker: int, num_steps: int, num_envs: int, env_s: float, policy_s: float) -> None:
         self._batch.environment_s[worker] += env_s
         self._batch.policy_s[worker] += policy_s
-        self._batch.worker_steps[worker] += steps
+        self._batch.worker_steps[worker] += num_steps * num_envs
+        if num_steps:
+            step_s, before = (env_s + policy_s) / num_steps, self._step_s[worker]
+            self._step_s[worker] = (step_s + before) / 2 if before else step_s
         self._busy_s["environment"] += env_s
         self._busy_s["policy"] += policy_s
 
-    def batch(self, batch: Rollout) -> None:
+    def balanced_lengths(self, num_steps: int) -> list[int]:
+        """Return for each worker how many of `num_steps` steps it does while the fastest one does all of them."""
+        known = self._step_s[self._step_s > 0]
+        if not len(known):
+            return [num_steps] * self._workers
+        shares = known.min() / np.maximum(self._step_s, known.min())
+        return [num_steps if share > _EVEN else max(1, round(num_steps * share)) for share in shares.tolist()]
+
+    def batch(self, batch: Rollout, rows: int) -> None:
+        """Count a batch of which so many rows were requested."""
         counts, valid = self.counts, int(np.count_nonzero(batch.valid))
         counts["rollouts"] += 1
         counts["steps"] += valid
         counts["episodes"] += len(batch.episodes)
-        counts["invalid_rows"] += int(batch.valid.size) - valid
+        counts["invalid_rows"] += rows - valid
         self._batch = self._batch._replace(steps=self._batch.steps + valid)
         self._episodes.extend(zip(batch.episodes.returns.tolist(), batch.episodes.lengths.tolist(), strict=True))
 
@@ -96,6 +112,7 @@ class Counters:
             "considering_s": self.considering_s,
             "busy_s": {name: seconds / workers for name, seconds in self._busy_s.items()},
             "steps_per_s": _share(sum(batch.steps for batch in batches), total),
+            "worker_step_s": self._step_s.copy(),
             "worker_steps_per_s": steps / total if total else np.zeros(workers),
             "time_shares": {name: _share(seconds.sum(), total * workers) for name, seconds in shares.items()},
         }

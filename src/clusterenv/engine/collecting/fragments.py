@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -88,12 +88,13 @@ class Fragments:
 
     # -- beginning --------------------------------------------------------------------------------------------
 
-    def start_rollout(self, num_steps: int, on_loss: OnLoss, owner: Counters) -> None:
+    def start_rollout(self, num_steps: int, on_loss: OnLoss, owner: Counters, lengths: Sequence[int]) -> None:
+        """Queue a fragment for each worker, of at most `num_steps` steps: `lengths` has the steps of each."""
         self._start(Mode.ROLLOUT, num_steps, owner)
         self.on_loss = on_loss
         self._side = 1 - self._side
         for worker, fragments in enumerate(self._of):
-            fragments.append(Fragment(worker, self._side, num_steps))
+            fragments.append(Fragment(worker, self._side, lengths[worker]))
 
     def start_stream(self, num_steps: int, num_sides: int, owner: Counters) -> None:
         self._start(Mode.STREAM, num_steps, owner)
