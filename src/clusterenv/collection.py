@@ -157,7 +157,7 @@ class Collection:
         while (fragment := self.fragments.pop_next()) is None:
             self._begin()  # a worker may have come back
             if deadline is not None and time.monotonic() >= deadline:
-                raise DeadlineError(f"no fragment from any worker within {timeout_s} s")
+                raise DeadlineError(f"no fragment from any worker within {timeout_s} s; see events() for what they do")
             self._driver.advance(deadline)
         return fragment
 

@@ -76,7 +76,7 @@ class EnvError(ClusterEnvError, RuntimeError):
 
     Attributes:
         slot: global index of the environment.
-        phase: "init", "reset", "step" or "call".
+        phase: "init", "reset", "step", "call" or "evaluate".
         remote_traceback: the worker's traceback, as text.
     """
 

@@ -67,7 +67,8 @@ def _each_step(dtype: str) -> Any:
 class FragmentArrays:
     """The arrays of a fragment, in the order in which they are stored and sent.
 
-    To add one, add a line here, write it in the worker's loop, and read it where rollouts are assembled.
+    To add one, add a line here and its value to `lose`, `blank` and `lose_unplayed`; write it in the worker's loop, and
+    read it where rollouts are assembled. docs/architecture.md lists all places.
     """
 
     actions: Any = _Field(lambda layout: (layout.action,))
