@@ -43,7 +43,7 @@ BACKENDS = {"local": ce.Local(workers=2), "network": ce.Loopback(nodes=2, worker
 @pytest.mark.parametrize("where", BACKENDS)
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_a_slow_worker_collects_less_and_nothing_is_lost(where, prefetch):
-    thunks = [lambda i=i: Paced(i, 0.002 if i < 2 else 0.012) for i in range(4)]
+    thunks = [lambda i=i: Paced(i, 0.0 if i < 2 else 0.02) for i in range(4)]
     with ce.ClusterEnv(thunks, backend=BACKENDS[where]) as envs:
         collector = envs.collector(ce.RandomPolicy(), seed=1, prefetch=prefetch)
         batches = [collector.rollout(24, balance=True) for _ in range(6)]
@@ -66,7 +66,7 @@ def test_a_slow_worker_collects_less_and_nothing_is_lost(where, prefetch):
 
 
 def test_advantages_bootstrap_from_the_state_that_a_short_fragment_ended_in():
-    thunks = [lambda i=i: Paced(i, 0.001 if i == 0 else 0.01, length=10_000) for i in range(2)]
+    thunks = [lambda i=i: Paced(i, 0.0 if i == 0 else 0.03, length=10_000) for i in range(2)]
     with ce.ClusterEnv(thunks, backend=ce.Local(workers=2)) as envs:
         collector = envs.collector(ce.RandomPolicy(), seed=1)
         collector.rollout(16, balance=True)
