@@ -23,7 +23,7 @@ from clusterenv.events import Event
 from clusterenv.policy.acting.base import Policy
 from clusterenv.rollout import Receipt, Rollout
 from clusterenv.system.interrupts import uninterrupted
-from clusterenv.wire.requests import Episode
+from clusterenv.wire.requests import PlayedEpisode
 
 __all__ = ["Collection"]
 
@@ -221,7 +221,7 @@ class Collection:
 
     def evaluate(
         self, episodes: int, seed: int, deterministic: bool, record: int, knobs: dict[str, Any], other: bytes | None
-    ) -> list[Episode]:
+    ) -> list[PlayedEpisode]:
         """Play episodes with the newest weights, or with `other`."""
         driver, collecting = self._driver, self._driver.collecting
         self.decide_all()

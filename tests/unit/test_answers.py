@@ -28,12 +28,12 @@ from clusterenv.wire.requests import (
     Built,
     Call,
     DriftSamples,
-    Episode,
     Evaluate,
     Fault,
     Finals,
     FragmentResult,
     LoadWeights,
+    PlayedEpisode,
     Rebuild,
     Reply,
     Reset,
@@ -130,7 +130,7 @@ PARTIAL = RESULT._replace(
 FAILED = FragmentResult(0, -1, Finals(None, None, []), [], {}, None, ("no", "..."), None, 0.0, 0.0)
 FRAGMENT = RunFragment(NUMBER, STEPS, 0, {}, [0, 0, 0])
 EVALUATE = Evaluate(NUMBER, [1, 4, 7], 0, True, 2, {}, [], 0)
-EPISODES = [Episode(1, 1.0, 2, [1, 2, 3]), Episode(4, 1.0, 2, None), Episode(7, 0.5, 9, None)]
+EPISODES = [PlayedEpisode(1, 1.0, 2, [1, 2, 3]), PlayedEpisode(4, 1.0, 2, None), PlayedEpisode(7, 0.5, 9, None)]
 BUILT = Built(NUMBER, BOX, DISCRETE, {"render_modes": []}, None, [(5, DISCRETE, BOX)], [])
 
 
@@ -437,13 +437,13 @@ def test_results_in_parts():
 def test_frames_in_parts():
     request = asked(Kind.CALL, EVALUATE)
     frames = [np.full(3 << 20, i, np.uint8) for i in range(10)]
-    played = [Episode(1, 1.5, 9, frames), *EPISODES[1:]]
+    played = [PlayedEpisode(1, 1.5, 9, frames), *EPISODES[1:]]
     parts = list(split(Reply(NUMBER, [], result=played)))
     assert len(parts) == 4
     for part in parts:
         reply = record(request, [], check(request, KNOWN, [], part.last, answer(part)), 0)
     assert [frame[0] for frame in reply.result[0].frames] == list(range(10))
-    assert reply.result[0]._replace(frames=None) == Episode(1, 1.5, 9, None) and reply.result[1:] == EPISODES[1:]
+    assert reply.result[0]._replace(frames=None) == PlayedEpisode(1, 1.5, 9, None) and reply.result[1:] == EPISODES[1:]
 
 
 @pytest.mark.parametrize("results", [[], [1, 2], [1, 2, 3, 4], None, 7], ids=str)

@@ -29,7 +29,7 @@ from clusterenv.errors import NotPlainError, ProtocolError
 from clusterenv.wire import format as wire
 from clusterenv.wire import infos
 from clusterenv.wire import requests as messages
-from clusterenv.wire.plain import Codec
+from clusterenv.wire.plain import PlainCodec
 
 
 class Pair(NamedTuple):
@@ -63,11 +63,11 @@ MESSAGES = (
     messages.Finals,
     messages.DriftSamples,
     messages.Acted,
-    messages.Episode,
+    messages.PlayedEpisode,
     messages.Built,
     infos.Column,
 )
-codec = Codec([*MESSAGES, Pair, Empty], [Colour, Level, Rights])
+codec = PlainCodec([*MESSAGES, Pair, Empty], [Colour, Level, Rights])
 
 SPACES = (
     spaces.Box,
@@ -483,7 +483,7 @@ def sample_messages() -> list[Any]:
         messages.Reply(2, [0, 1], columns, [(0, [rng.random(2), "obs"])], [fault], {"result": (1, 2)}, False),
         messages.Reply(3, [], result=fragment),
         messages.Reply(
-            4, [], result=[messages.Episode(n, 1.5, n, [np.full((2, 2, 3), n, np.uint8)]) for n in range(5)]
+            4, [], result=[messages.PlayedEpisode(n, 1.5, n, [np.full((2, 2, 3), n, np.uint8)]) for n in range(5)]
         ),
         messages.Reply(5, [4], result=messages.Acted([4], rng.random((1, 2)), rng.random(1), 3)),
         messages.Built(6, space, spaces.Discrete(4, start=-1), {"render_fps": 7}, None, [(1, space, space)], [fault]),
@@ -630,9 +630,9 @@ def test_a_codec_knows_each_name_once():
         x: int
 
     with pytest.raises(ValueError, match="two classes are called Pair"):
-        Codec([Pair, globals()["Pair"]])
+        PlainCodec([Pair, globals()["Pair"]])
     with pytest.raises(TypeError, match=r"builtins?.*tuple|tuple is no NamedTuple"):
-        Codec([tuple])
+        PlainCodec([tuple])
 
 
 # ---- any bytes

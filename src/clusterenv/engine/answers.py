@@ -21,17 +21,17 @@ from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.progress import PHASES
 from clusterenv.memory.rows import Layout
 from clusterenv.memory.transfer import check_rows, fragment_sizes, row_bytes
-from clusterenv.wire.channel import plain
+from clusterenv.wire.channel import Brings, plain
 from clusterenv.wire.infos import Column
 from clusterenv.wire.parts import BESIDE_BYTES, RECORD_BYTES, RESULT_BYTES, join
 from clusterenv.wire.requests import (
     Acted,
     Built,
     Call,
-    Episode,
     Evaluate,
     Fault,
     FragmentResult,
+    PlayedEpisode,
     Reply,
     SetAttr,
     Step,
@@ -59,10 +59,10 @@ class Known(NamedTuple):
 
 def limit_bytes(request: Request, known: Known) -> int:
     """Return the maximum total size of all answers to this request."""
-    if request.brings == "rows":
+    if request.brings is Brings.ROWS:
         assert known.rows is not None
         return 3 * row_bytes(known.rows) * len(request.slots) + BESIDE_BYTES
-    if request.brings == "fragment":
+    if request.brings is Brings.FRAGMENT:
         assert known.fragments is not None
         return 3 * sum(fragment_sizes(known.fragments, len(known.slots), request.message.num_steps)) + BESIDE_BYTES
     message = request.message
@@ -115,7 +115,7 @@ def _check(request: Request, known: Known, slots: Sequence[int], last: bool, fra
     need(request.received_bytes + size <= limit, f"{request.received_bytes + size} bytes, more than {limit}")
     need(bool(frames), "no frames")
     _check_frames(request, known, slots, frames)
-    if request.brings == "rows":
+    if request.brings is Brings.ROWS:
         need(all(a < b for a, b in pairwise(slots)), "slots that do not ascend")
         need(request.remaining.issuperset(slots), f"rows of slots {list(slots)}, which are not awaited")
     if not len(frames[0]):
@@ -134,7 +134,7 @@ def _check_reply(request: Request, known: Known, slots: Sequence[int], last: boo
     need(reply.last is last and isinstance(reply.slots, list), "a header that differs from its content")
     need(all(map(is_int, reply.slots)) and reply.slots == list(slots), "a header that differs from its content")
     _check_faults(request, known, reply)
-    if request.brings == "rows":
+    if request.brings is Brings.ROWS:
         _check_row_reply(request, known, reply)
     elif request.kind is Kind.FRAGMENT:
         _check_fragment_reply(request, known, reply, frames[1:])
@@ -146,17 +146,17 @@ def _check_reply(request: Request, known: Known, slots: Sequence[int], last: boo
 
 def _check_frames(request: Request, known: Known, slots: Sequence[int], frames: Sequence[Any]) -> None:
     """Check the number of frames and their sizes against the layout."""
-    if request.brings == "rows":
+    if request.brings is Brings.ROWS:
         need(len(frames) == 2 and known.rows is not None, f"{len(frames)} frames instead of 2")
         assert known.rows is not None
         check_rows(row_bytes(known.rows), len(slots), frames[1])
-    elif request.brings != "fragment":  # a fragment's sizes follow from its result
+    elif request.brings is not Brings.FRAGMENT:  # a fragment's sizes follow from its result
         need(len(frames) == 1, f"{len(frames)} frames instead of 1")
 
 
 def _check_plain_rows(request: Request, known: Known, slots: Sequence[int], last: bool) -> int:
     """Check an answer without plain data: rows of a whole step and nothing else."""
-    need(request.brings == "rows" and request.message is None, "no content")
+    need(request.brings is Brings.ROWS and request.message is None, "no content")
     need(not known.num_objects, "no observations of spaces without a fixed size")
     need(last and request.remaining == set(slots), "only some rows of a whole step")
     return request.number
@@ -284,7 +284,7 @@ def _check_result(request: Request, known: Known, reply: Reply) -> None:
 
 def _check_episodes(message: Evaluate, so_far: list[Any], part: list[Any], last: bool) -> None:
     for episode in part:
-        need(isinstance(episode, Episode) and is_int(episode.number), "results that are not episodes")
+        need(isinstance(episode, PlayedEpisode) and is_int(episode.number), "results that are not episodes")
         fits = isinstance(episode.total, float) and is_int(episode.length) and 0 <= episode.length < 1 << 62
         need(fits and episode.number in message.episodes, "episodes that were not requested")
         frames = isinstance(episode.frames, list) if episode.number < message.record else episode.frames is None
@@ -315,7 +315,7 @@ def _check_built(request: Request, known: Known, built: Built) -> None:
 def _check_faults(request: Request, known: Known, reply: Reply | Built) -> None:
     need(isinstance(reply.faults, list) and len(reply.faults) <= len(known.slots), "malformed faults")
     own: list[int] = known.slots
-    if request.brings == "rows" and not known.is_vector:
+    if request.brings is Brings.ROWS and not known.is_vector:
         own = getattr(reply, "slots", [])
     elif request.kind in (Kind.CALL, Kind.BUILD):
         own = [-1, *known.slots]

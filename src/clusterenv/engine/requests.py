@@ -10,14 +10,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from clusterenv.wire.channel import Brings
 from clusterenv.wire.requests import Reply
 
-__all__ = ["Brings", "Kind", "Request", "Requests"]
-
-Brings = Literal["nothing", "rows", "fragment"]
-"""What an answer carries besides its message."""
+__all__ = ["Kind", "Request", "Requests"]
 
 
 class Kind(enum.Enum):
@@ -59,15 +57,15 @@ class Request:
     """The answer to a call, until the caller has read it."""
 
     def __post_init__(self) -> None:
-        self.brings = _BRINGS.get(self.kind, "nothing")
-        self.remaining = set(self.slots) if self.brings == "rows" else set()
+        self.brings = _BRINGS.get(self.kind, Brings.NOTHING)
+        self.remaining = set(self.slots) if self.brings is Brings.ROWS else set()
 
 
 _BRINGS: dict[Kind, Brings] = {
-    Kind.STEP: "rows",
-    Kind.RESET: "rows",
-    Kind.REBUILD: "rows",
-    Kind.FRAGMENT: "fragment",
+    Kind.STEP: Brings.ROWS,
+    Kind.RESET: Brings.ROWS,
+    Kind.REBUILD: Brings.ROWS,
+    Kind.FRAGMENT: Brings.FRAGMENT,
 }
 
 

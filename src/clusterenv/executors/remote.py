@@ -40,12 +40,12 @@ from clusterenv.wire.messages import (
     Code,
     Exited,
     Failed,
-    Fragments,
     Kill,
     Lacks,
+    MapFragments,
+    MapRows,
     Offer,
     Pull,
-    Rows,
     StackTrace,
     Start,
     StepAll,
@@ -166,12 +166,12 @@ class RemoteExecutor:
 
     def allocate(self, layout: Layout) -> bytearray:
         memory = self._answers.allocate(layout)
-        self._announce(Rows, layout)
+        self._announce(MapRows, layout)
         return memory
 
     def allocate_arena(self, layout: ArenaLayout) -> mmap.mmap:
         memory = self._answers.allocate_arena(layout)
-        self._announce(Fragments, layout)
+        self._announce(MapFragments, layout)
         return memory
 
     def _announce(self, kind: Any, layout: Any) -> None:

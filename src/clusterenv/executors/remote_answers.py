@@ -16,6 +16,7 @@ from clusterenv.errors import ProtocolError
 from clusterenv.memory.fragments import Arena, ArenaLayout
 from clusterenv.memory.rows import Buffers, Layout
 from clusterenv.memory.transfer import Block, write_fragment, write_rows
+from clusterenv.wire.channel import Brings
 from clusterenv.wire.messages import Answer, SteppedAll
 
 __all__ = ["RemoteAnswers"]
@@ -106,7 +107,7 @@ class RemoteAnswers:
         return {
             self._shard_of[request.worker]
             for request in self._requests
-            if request.reserved_bytes and request.brings != "rows"
+            if request.reserved_bytes and request.brings is not Brings.ROWS
         }
 
     # -- answers ----------------------------------------------------------------------------------------------
@@ -145,12 +146,12 @@ class RemoteAnswers:
         if request is None or not request.reserved_bytes:
             return None
         reply = check(request, self._known[worker], answer.slots, answer.last, frames)
-        if request.brings == "fragment":
+        if request.brings is Brings.FRAGMENT:
             slots, arena = self._slots_of[worker], self._arena
             assert arena is not None
             columns, done = slice(slots[0], slots[-1] + 1), reply.result.num_steps
             write_fragment(arena.sides[request.message.side], columns, request.message.num_steps, done, frames[1:])
-        elif request.brings == "rows":
+        elif request.brings is Brings.ROWS:
             assert self.buffers is not None
             write_rows(self.buffers, answer.slots, frames[1])
         reply = record(request, answer.slots, reply, sum(map(len, frames)))

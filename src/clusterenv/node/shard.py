@@ -80,11 +80,11 @@ class Shard:
             self._executor.kill(self._local[message.worker])
         elif isinstance(message, messages.TraceStack):
             self._executor.stack(self._local[message.worker])
-        elif isinstance(message, messages.Rows):
+        elif isinstance(message, messages.MapRows):
             layout = msgspec.msgpack.decode(frames[0], type=Layout)
             self._buffers = Buffers(layout, self._executor.allocate(layout))
             self._block = Block(self._buffers, [slot for worker in self._global for slot in self._slots[worker]])
-        elif isinstance(message, messages.Fragments):
+        elif isinstance(message, messages.MapFragments):
             arena = msgspec.msgpack.decode(frames[0], type=ArenaLayout)
             self._arena = Arena(arena, self._executor.allocate_arena(arena))
 

@@ -31,7 +31,6 @@ from clusterenv.wire.requests import (
     Call,
     Close,
     DriftSamples,
-    Episode,
     Evaluate,
     Fault,
     Finals,
@@ -39,6 +38,7 @@ from clusterenv.wire.requests import (
     LoadWeights,
     MapArena,
     MissingKeys,
+    PlayedEpisode,
     Rebuild,
     Reply,
     Reset,
@@ -145,10 +145,10 @@ def plain() -> Any:
     from gymnasium.vector import AutoresetMode
 
     from clusterenv.wire.infos import Column
-    from clusterenv.wire.plain import Codec
+    from clusterenv.wire.plain import PlainCodec
 
-    structs = [Reply, Fault, Built, DescribedSpace, FragmentResult, Finals, DriftSamples, MissingKeys, Acted, Episode]
-    return Codec([*structs, Column, GraphInstance], [AutoresetMode])
+    structs = [Reply, Fault, Built, DescribedSpace, FragmentResult, Finals, DriftSamples, MissingKeys, Acted]
+    return PlainCodec([*structs, PlayedEpisode, Column, GraphInstance], [AutoresetMode])
 
 
 def encode(message: NamedTuple) -> bytes:
@@ -191,10 +191,10 @@ def _requests() -> Any:
     """Return the codec of requests to workers that unpickle nothing."""
     from gymnasium.spaces import GraphInstance
 
-    from clusterenv.wire.plain import Codec
+    from clusterenv.wire.plain import PlainCodec
 
     structs = [Sticky, Build, Attach, Act, Step, Reset, Rebuild, Call, SetAttr, SetPolicy, Named]
-    return Codec([*structs, LoadWeights, MapArena, RunFragment, Evaluate, Close, GraphInstance])
+    return PlainCodec([*structs, LoadWeights, MapArena, RunFragment, Evaluate, Close, GraphInstance])
 
 
 def encode_named(message: Any) -> bytes:

@@ -164,11 +164,11 @@ class Code(_ShardMessage):
     """The answer to `Lacks`; frame: the files that can be sent."""
 
 
-class Rows(_ShardMessage):
+class MapRows(_ShardMessage):
     """Allocate the memory of rows; frame: its layout."""
 
 
-class Fragments(_ShardMessage):
+class MapFragments(_ShardMessage):
     """Allocate the memory of fragments; frame: its layout."""
 
 
@@ -244,8 +244,8 @@ FromHead = (
     | Refused
     | AssignShard
     | Code
-    | Rows
-    | Fragments
+    | MapRows
+    | MapFragments
     | Start
     | ToWorker
     | StepAll

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from clusterenv.wire.requests import Episode, Reply
+from clusterenv.wire.requests import PlayedEpisode, Reply
 
 __all__ = ["BESIDE_BYTES", "RECORD_BYTES", "RESULT_BYTES", "join", "size_of", "split"]
 
@@ -45,7 +45,7 @@ def split(reply: Reply) -> Iterator[Reply]:
 
 def _pieces(item: Any) -> Iterable[Any]:
     """Divide the frames of a recorded episode; anything else is one piece."""
-    if isinstance(item, Episode) and item.frames:
+    if isinstance(item, PlayedEpisode) and item.frames:
         return (item._replace(frames=frames) for frames in _chunks(item.frames))
     return (item,)
 
@@ -66,7 +66,12 @@ def join(results: list[Any], part: list[Any]) -> None:
     """Append a part to the results so far; the frames of one episode may come in several parts."""
     for item in part:
         last = results[-1] if results else None
-        if isinstance(item, Episode) and isinstance(last, Episode) and last.number == item.number and item.frames:
+        if (
+            isinstance(item, PlayedEpisode)
+            and isinstance(last, PlayedEpisode)
+            and last.number == item.number
+            and item.frames
+        ):
             results[-1] = item._replace(frames=[*(last.frames or ()), *item.frames])
         else:
             results.append(item)

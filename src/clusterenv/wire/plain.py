@@ -16,10 +16,10 @@ from clusterenv.wire import format as wire
 from clusterenv.wire.reading import Reader, why
 from clusterenv.wire.writing import WRITERS, Refused, Writer, qualified, write_enum, write_struct
 
-__all__ = ["Codec"]
+__all__ = ["PlainCodec"]
 
 
-class Codec:
+class PlainCodec:
     """Pack and unpack messages.
 
     Args:

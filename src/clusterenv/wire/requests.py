@@ -186,7 +186,7 @@ class MissingKeys(NamedTuple):
 
 
 class Evaluate(NamedTuple):
-    """Play these episodes; answered by a `Reply` whose result is a list of `Episode`."""
+    """Play these episodes; answered by a `Reply` whose result is a list of `PlayedEpisode`."""
 
     request: int
     episodes: list[int]
@@ -201,7 +201,7 @@ class Evaluate(NamedTuple):
     """Changes with `stickies`: environments of an earlier epoch are recreated."""
 
 
-class Episode(NamedTuple):
+class PlayedEpisode(NamedTuple):
     number: int
     total: float
     length: int

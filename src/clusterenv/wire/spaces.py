@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium import Space, spaces
 
-__all__ = ["KINDS", "DescribedSpace", "Kind", "cost", "describe", "is_known", "portable"]
+__all__ = ["KINDS", "DescribedSpace", "SpaceForm", "cost", "describe", "is_known", "portable"]
 
 Parts = list[tuple[str, Any]]
 """The parts of a space, each with its name in the path of an error."""
@@ -24,7 +24,7 @@ Parts = list[tuple[str, Any]]
 _SPACE, _BATCHED, _PART, _CHARACTER = 800, 4000, 100, 300
 
 
-class Kind(NamedTuple):
+class SpaceForm(NamedTuple):
     parts: Callable[[Any], Parts]
     build: Callable[..., Space[Any]]
 
@@ -139,20 +139,20 @@ def _build_graph(nodes: Any, edges: Any) -> spaces.Graph:
     return spaces.Graph(nodes, edges)
 
 
-KINDS: dict[type[Space[Any]], Kind] = {
-    spaces.Box: Kind(_box_parts, _build_box),
-    spaces.Discrete: Kind(lambda s: [(".n", np.array([s.n, s.start], s.dtype))], _build_discrete),
-    spaces.MultiDiscrete: Kind(lambda s: [(".nvec", s.nvec), (".start", s.start)], _build_multi_discrete),
-    spaces.MultiBinary: Kind(lambda s: [(".n", s.n)], _build_multi_binary),
-    spaces.Text: Kind(
+KINDS: dict[type[Space[Any]], SpaceForm] = {
+    spaces.Box: SpaceForm(_box_parts, _build_box),
+    spaces.Discrete: SpaceForm(lambda s: [(".n", np.array([s.n, s.start], s.dtype))], _build_discrete),
+    spaces.MultiDiscrete: SpaceForm(lambda s: [(".nvec", s.nvec), (".start", s.start)], _build_multi_discrete),
+    spaces.MultiBinary: SpaceForm(lambda s: [(".n", s.n)], _build_multi_binary),
+    spaces.Text: SpaceForm(
         lambda s: [(".min_length", s.min_length), (".max_length", s.max_length), ("", "".join(s.character_list))],
         _build_text,
     ),
-    spaces.Dict: Kind(_dict_parts, _build_dict),
-    spaces.Tuple: Kind(_inner_parts, partial(_build_from_inner, spaces.Tuple)),
-    spaces.OneOf: Kind(_inner_parts, partial(_build_from_inner, spaces.OneOf)),
-    spaces.Sequence: Kind(lambda s: [(".feature_space", s.feature_space), (".stack", s.stack)], _build_sequence),
-    spaces.Graph: Kind(lambda s: [(".node_space", s.node_space), (".edge_space", s.edge_space)], _build_graph),
+    spaces.Dict: SpaceForm(_dict_parts, _build_dict),
+    spaces.Tuple: SpaceForm(_inner_parts, partial(_build_from_inner, spaces.Tuple)),
+    spaces.OneOf: SpaceForm(_inner_parts, partial(_build_from_inner, spaces.OneOf)),
+    spaces.Sequence: SpaceForm(lambda s: [(".feature_space", s.feature_space), (".stack", s.stack)], _build_sequence),
+    spaces.Graph: SpaceForm(lambda s: [(".node_space", s.node_space), (".edge_space", s.edge_space)], _build_graph),
 }
 
 

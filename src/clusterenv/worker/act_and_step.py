@@ -21,7 +21,7 @@ from clusterenv.policy.acting.base import PAD, pad_rows
 from clusterenv.policy.acting.distributions import mask_logits
 from clusterenv.wire.requests import Finals, Reply, RunFragment
 from clusterenv.worker.envs import EnvGroup
-from clusterenv.worker.fragment import Bad, Columns, Fragment
+from clusterenv.worker.fragment import Bad, FragmentColumns, RunningFragment
 from clusterenv.worker.pace import TIMED_EVERY
 from clusterenv.worker.policy import WorkerPolicy, not_finite, pad_starts, policy_failed
 from clusterenv.worker.single_env import Caught
@@ -49,7 +49,7 @@ class FragmentLoop:
 
     def map_arena(self, layout: ArenaLayout, memory: mmap.mmap) -> None:
         self._arena = Arena(layout, memory)
-        self._columns: dict[int, Columns] = {}  # by side, of the last fragment there
+        self._columns: dict[int, FragmentColumns] = {}  # by side, of the last fragment there
 
     def run(self, request: RunFragment) -> Reply:
         """Run one fragment and return its answer."""
@@ -59,9 +59,9 @@ class FragmentLoop:
         columns = self._columns.get(request.side)
         if columns is None or len(columns.valid) != request.num_steps:
             side, leaves = self._arena.sides[request.side], group.buffers.layout.obs
-            columns = Columns(side, group.rows, request.num_steps, self._space, leaves)
+            columns = FragmentColumns(side, group.rows, request.num_steps, self._space, leaves)
             self._columns[request.side] = columns
-        run = Fragment(columns, self._space, group, policy, request)
+        run = RunningFragment(columns, self._space, group, policy, request)
         is_timed = run.timed_at < request.num_steps
         self._begin(run)
         self._play(run)
@@ -80,7 +80,7 @@ class FragmentLoop:
 
     # -- the hot loop -----------------------------------------------------------------------------------------
 
-    def _play(self, run: Fragment) -> None:
+    def _play(self, run: RunningFragment) -> None:
         """Act and step until the fragment is full, the node has to leave, or the policy fails."""
         columns, at, clock = run.columns, self._group.at, time.perf_counter
         started, rewards, lengths = columns.starts, columns.rewards, run.lengths
@@ -110,7 +110,7 @@ class FragmentLoop:
             run.done = t + 1
             run.env_s += clock() - acted
 
-    def _act_or_lose(self, run: Fragment, t: int) -> Any:
+    def _act_or_lose(self, run: RunningFragment, t: int) -> Any:
         """Choose the actions of row t.
 
         If the policy fails because of an unusable observation, that environment's column is lost and the policy acts
@@ -127,7 +127,7 @@ class FragmentLoop:
                 run.steps[k] = run.columns.frozen(t, k)
         return self._act(run, t)
 
-    def _act(self, run: Fragment, t: int) -> Any:
+    def _act(self, run: RunningFragment, t: int) -> Any:
         """Choose the actions of all environments in row t; return them as the environments expect them."""
         policy, columns = self._policy, run.columns
         obs = columns.obs_at(t)
@@ -153,7 +153,7 @@ class FragmentLoop:
         run.params[t] = params
         return for_env
 
-    def _step(self, run: Fragment, t: int, actions: Any) -> Ended:
+    def _step(self, run: RunningFragment, t: int, actions: Any) -> Ended:
         """Step every environment once and write the rows. User code is the only call made for each environment."""
         group, policy, columns, watch = self._group, self._policy, run.columns, run.watch
         at, first, mask, masks, keys = group.at, group.first, policy.mask, policy.masks, policy.info_keys
@@ -196,7 +196,7 @@ class FragmentLoop:
 
     # -- outside the hot loop ---------------------------------------------------------------------------------
 
-    def _restart(self, run: Fragment, k: int) -> Any:
+    def _restart(self, run: RunningFragment, k: int) -> Any:
         """Begin the next episode of an environment; return its first observation."""
         group, policy = self._group, self._policy
         group.at[1] = RESET
@@ -208,7 +208,7 @@ class FragmentLoop:
             run.watch.was_reset(info)
         return obs
 
-    def _fail(self, run: Fragment, t: int, slot: int, error: BaseException) -> bool:
+    def _fail(self, run: RunningFragment, t: int, slot: int, error: BaseException) -> bool:
         """Invalidate the column of an environment that raised; return whether its row t is complete."""
         group, columns, k = self._group, run.columns, slot - self._group.first
         is_whole = group.at[1] == RESET  # the step succeeded; the reset after it failed
@@ -223,7 +223,7 @@ class FragmentLoop:
         group.at[1] = STEP
         return is_whole
 
-    def _end_episodes(self, run: Fragment, t: int, over: Ended) -> None:
+    def _end_episodes(self, run: RunningFragment, t: int, over: Ended) -> None:
         run.any_ended = True
         for k, info in over:
             own = info.get("episode")
@@ -233,7 +233,7 @@ class FragmentLoop:
                 run.episodes.append((t, k, float(self._returns[k]), int(run.lengths[k]), info))
             self._returns[k] = self._counted[k] = run.lengths[k] = 0
 
-    def _write_each(self, run: Fragment, t: int, block: list[Any]) -> None:
+    def _write_each(self, run: RunningFragment, t: int, block: list[Any]) -> None:
         """Write row by row, as the block could not be written at once; what does not fit its space is a fault."""
         for k, obs in enumerate(block):
             try:
@@ -249,7 +249,7 @@ class FragmentLoop:
 
     # -- before and after -------------------------------------------------------------------------------------
 
-    def _begin(self, run: Fragment) -> None:
+    def _begin(self, run: RunningFragment) -> None:
         """Fill row 0 with the last observation that the user saw, or the first of a new episode if that one ended."""
         group, policy, columns = self._group, self._policy, run.columns
         buffers = group.buffers
@@ -284,7 +284,7 @@ class FragmentLoop:
         for k in run.failed:
             run.steps[k] = columns.frozen(0, k)
 
-    def _begin_episode(self, run: Fragment, k: int, slot: int) -> None:
+    def _begin_episode(self, run: RunningFragment, k: int, slot: int) -> None:
         """Reset an environment whose episode had ended: row 0 is the first of the next one."""
         group, policy, columns = self._group, self._policy, run.columns
         last = [leaf[0, k].copy() for leaf in columns.obs]
@@ -305,7 +305,7 @@ class FragmentLoop:
             for leaf, value in zip(columns.obs, last, strict=True):
                 leaf[0, k] = value
 
-    def _score(self, run: Fragment) -> None:
+    def _score(self, run: RunningFragment) -> None:
         """Compute the whole fragment's log-probabilities: one call of each numpy function instead of one per step."""
         begin, done, columns = time.perf_counter(), run.done, run.columns
         steps, count = done, len(self._group.slots)
@@ -315,7 +315,7 @@ class FragmentLoop:
         columns.logprobs[:done] = scores.reshape(steps, count)
         run.policy_s += time.perf_counter() - begin
 
-    def _check(self, run: Fragment, finals: Finals) -> bool:
+    def _check(self, run: RunningFragment, finals: Finals) -> bool:
         """Invalidate columns from their first unusable value on; return whether there was any."""
         columns = run.columns
         bad = columns.find_bad(run.done)
@@ -328,7 +328,7 @@ class FragmentLoop:
         self._lose_bad(run, bad)
         return bool(bad)
 
-    def _lose_bad(self, run: Fragment, bad: Bad) -> None:
+    def _lose_bad(self, run: RunningFragment, bad: Bad) -> None:
         """Lose each of these columns from its first unusable value on."""
         columns = run.columns
         for k, (t, text, in_next) in sorted(bad.items()):

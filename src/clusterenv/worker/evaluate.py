@@ -17,7 +17,7 @@ from clusterenv.policy.acting.base import PAD, pad_rows
 from clusterenv.policy.acting.distributions import mask_logits, stack_masks
 from clusterenv.policy.acting.random_streams import Streams
 from clusterenv.spec import MakeFromSpec
-from clusterenv.wire.requests import Episode, Evaluate, Fault, Reply, Sticky
+from clusterenv.wire.requests import Evaluate, Fault, PlayedEpisode, Reply, Sticky
 from clusterenv.worker.envs import EnvGroup
 from clusterenv.worker.policy import WorkerPolicy
 from clusterenv.worker.single_env import Caught, apply_stickies, close_env
@@ -49,7 +49,7 @@ class Evaluator:
             if request.stickies_epoch != self._stickies_epoch:
                 self.close()
                 self._stickies_epoch = request.stickies_epoch
-            done: list[Episode] = []
+            done: list[PlayedEpisode] = []
             frames = [j for j in request.episodes if j < request.record]
             for j in frames:
                 recorder = self._recording_env(slots[0], request.stickies[0])
@@ -89,7 +89,7 @@ class Evaluator:
             apply_stickies(env, stickies)
         return self._recorder
 
-    def _play(self, request: Evaluate, episodes: list[int], envs: list[Any], record: bool) -> list[Episode]:
+    def _play(self, request: Evaluate, episodes: list[int], envs: list[Any], record: bool) -> list[PlayedEpisode]:
         """Play one episode per environment, all at once; those that have ended wait for the last."""
         actor, family, mask = self._policy.actor, self._policy.family, self._policy.mask
         assert actor is not None
@@ -138,7 +138,7 @@ class Evaluator:
                     if record:
                         frames[k].append(env.render())
         return [
-            Episode(j, float(returns[k]), int(lengths[k]), frames[k] if record else None)
+            PlayedEpisode(j, float(returns[k]), int(lengths[k]), frames[k] if record else None)
             for k, j in enumerate(episodes)
         ]
 

@@ -15,17 +15,17 @@ from clusterenv.wire.requests import DriftSamples, Fault, Finals, FragmentResult
 from clusterenv.worker.envs import EnvGroup
 from clusterenv.worker.policy import WorkerPolicy
 
-__all__ = ["Bad", "Columns", "Fragment"]
+__all__ = ["Bad", "FragmentColumns", "RunningFragment"]
 
 Bad = dict[int, tuple[int, str, bool]]
 """Column → (first step with an unusable value, why, whether it is the observation after that step)."""
 
 
-class Fragment:
+class RunningFragment:
     """Collect one fragment. Made by `FragmentLoop` for each request; `result` is sent to the head."""
 
     def __init__(
-        self, columns: Columns, space: Any, group: EnvGroup, policy: WorkerPolicy, request: RunFragment
+        self, columns: FragmentColumns, space: Any, group: EnvGroup, policy: WorkerPolicy, request: RunFragment
     ) -> None:
         slots, family, num_steps = group.slots, policy.family, request.num_steps
         self._space, self._leaves = space, group.buffers.layout.obs
@@ -92,7 +92,7 @@ class Fragment:
         )
 
 
-class Columns(FragmentArrays):
+class FragmentColumns(FragmentArrays):
     """This worker's columns of one side of the arena."""
 
     def __init__(self, side: Side, rows: slice, num_steps: int, space: Any, leaves: tuple[Leaf, ...]) -> None:

@@ -25,7 +25,7 @@ from clusterenv.wire.channel import (
     with_portable_spaces,
 )
 from clusterenv.wire.parts import BESIDE_BYTES, RECORD_BYTES, RESULT_BYTES, size_of, split
-from clusterenv.wire.requests import Built, Episode, Fault, FragmentResult, Reply
+from clusterenv.wire.requests import Built, Fault, FragmentResult, PlayedEpisode, Reply
 
 __all__ = ["NetworkAnswers"]
 
@@ -90,10 +90,12 @@ class NetworkAnswers:
     def _within_limits(self, reply: Reply) -> Reply:
         """Replace results of a call that are too large by a fault."""
         for item in reply.result if isinstance(reply.result, list) else ():
-            most = RECORD_BYTES if isinstance(item, Episode) else RESULT_BYTES
+            most = RECORD_BYTES if isinstance(item, PlayedEpisode) else RESULT_BYTES
             size = size_of(item)
             if size > most - (1 << 20):
-                what = f"the frames of episode {item.number} take" if isinstance(item, Episode) else "a result takes"
+                what = (
+                    f"the frames of episode {item.number} take" if isinstance(item, PlayedEpisode) else "a result takes"
+                )
                 phase = "evaluate" if isinstance(self._request, requests.Evaluate) else "call"
                 fault = _fault(-1, f"{what} {size} bytes, and at most {most} can be sent", phase)
                 return Reply(reply.request, [], faults=[fault])

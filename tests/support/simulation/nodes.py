@@ -14,6 +14,7 @@ from clusterenv.engine.inputs import Cause, Exit, Placed, WeightsHeld, WeightsRe
 from clusterenv.engine.requests import Request
 from clusterenv.errors import UsageError
 from clusterenv.memory.progress import PROGRESS_BYTES
+from clusterenv.wire.channel import Brings
 from clusterenv.wire.requests import LoadWeights
 from clusterenv.worker.dispatch import Dispatcher
 from simulation.processes import Memory, Process, SimulatedExecutor
@@ -172,7 +173,9 @@ class SimulatedCluster(SimulatedExecutor):
             here = [number for number, node in enumerate(self._nodes) if node.is_here]
             if here:
                 self._lose(here[world.choices.draw(len(here))])
-        busy = {self._shard_of[index] for (index, _), request in self._open.items() if request.brings != "rows"}
+        busy = {
+            self._shard_of[index] for (index, _), request in self._open.items() if request.brings is not Brings.ROWS
+        }
         for shard in sorted(self._leaving() - busy):
             self._unassign(shard, Cause.MOVED)
         self._place()
