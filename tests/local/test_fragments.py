@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import time
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 import clusterenv as ce
 from clusterenv.policy.sync.publisher import Publisher
@@ -94,3 +96,31 @@ def test_an_info_that_cannot_travel_is_left_out_by_name(call):
         assert batch.valid.all() and "handle" not in batch.infos
     assert sum(len(batch.episodes) for batch in batches) == 4
     assert "info['handle'] is a" in events[0].reason and "plain data" in events[0].reason and events[0].slots == (0,)
+
+
+@pytest.mark.parametrize("at", [2, 4])
+def test_an_observation_outside_a_discrete_space_costs_its_column_also_at_the_end_of_an_episode(at):
+    class Walk(gym.Env):
+        observation_space, action_space = spaces.Discrete(5), spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.t = 0
+            return 0, {}
+
+        def step(self, action):
+            self.t += 1
+            return 7 if self.t == at and self.is_broken else self.t, 1.0, self.t >= 4, False, {}
+
+    def thunk(i):
+        env = Walk()
+        env.is_broken = i == 1
+        return env
+
+    with ce.ClusterEnv([lambda i=i: thunk(i) for i in range(2)], backend=ce.Local(workers=1)) as envs:
+        batch = envs.collector(ce.RandomPolicy(), seed=1).rollout(4)
+        event = next(event for event in envs.events() if event.kind == "env_error")
+    assert batch.valid[:, 0].all()
+    assert batch.valid[:, 1].tolist() == [t < at - 1 for t in range(4)]
+    assert batch.truncations[:, 1].tolist() == [t == at - 1 for t in range(4)] and not batch.terminations[:, 1].any()
+    assert "observation is 7, its space says 0 to 4" in event.reason and event.slots == (1,)

@@ -39,6 +39,28 @@ class Leaf:
     def name(self) -> str:
         return "".join(f"[{part!r}]" for part in self.path)
 
+    def unusable(self, values: Any) -> Any | None:
+        """Return which of these values [..., *shape] are not finite, or outside a Discrete space; None: none of them.
+
+        To check more of a space, do it here; if its values are floats, also in `finite_checker`.
+        """
+        if values.dtype.kind in "fc":
+            usable = np.isfinite(values)
+        elif self.low is not None:
+            usable = (values >= self.low) & (values < self.high)
+        else:
+            return None
+        if usable.all():
+            return None
+        return ~usable.all(axis=tuple(range(values.ndim - len(self.shape), values.ndim)))
+
+    def problem(self, value: Any) -> str:
+        """Return what is wrong with an unusable value."""
+        if value.dtype.kind in "fc":
+            return f"observation{self.name} is not finite: {value!r}"
+        assert self.high is not None
+        return f"observation{self.name} is {value}, its space says {self.low} to {self.high - 1}"
+
 
 def leaves_of(space: Space[Any], path: tuple[str | int, ...] = ()) -> list[Leaf]:
     """Return the leaves in the order in which `flatten` yields values."""
@@ -232,14 +254,10 @@ def bad_rows(buffers: Buffers, side: int, rows: slice | list[int]) -> list[tuple
         if array is None:
             continue
         block = array[side][rows]
-        kind = block.dtype.kind
-        if kind in "fc":
-            if not np.isfinite(block).all():
-                for i in np.flatnonzero(~np.isfinite(block).reshape(len(block), -1).all(axis=1)):
-                    bad.setdefault(int(i), f"observation{leaf.name} is not finite: {block[i]!r}")
-        elif leaf.low is not None and ((block < leaf.low) | (block >= leaf.high)).any():
-            for i in np.flatnonzero((block < leaf.low) | (block >= leaf.high)):
-                bad.setdefault(int(i), f"observation{leaf.name} is {block[i]}, its space says {leaf.low}..{leaf.high}")
+        unusable = leaf.unusable(block)
+        if unusable is not None:
+            for i in np.flatnonzero(unusable):
+                bad.setdefault(int(i), leaf.problem(block[i]))
     return sorted(bad.items())
 
 

@@ -317,14 +317,7 @@ class FragmentLoop:
 
     def _check(self, run: RunningFragment, finals: Finals) -> bool:
         """Invalidate columns from their first unusable value on; return whether there was any."""
-        columns = run.columns
-        bad = columns.find_bad(run.done)
-        for values in finals.leaves:
-            if values.dtype.kind in "fc" and not np.isfinite(values).all():
-                wrong = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
-                for t, k in zip(finals.t[wrong].tolist(), finals.columns[wrong].tolist(), strict=True):
-                    if columns.valid[t, k] and (k not in bad or bad[k][0] > t):
-                        bad[k] = (t, "the episode's last observation is not finite", False)
+        bad = run.columns.find_bad(run.done, finals)
         self._lose_bad(run, bad)
         return bool(bad)
 

@@ -130,39 +130,36 @@ class FragmentColumns(FragmentArrays):
     def check_row(self, t: int, k: int) -> None:
         """Raise ValueError for an observation that is not finite or outside a Discrete space."""
         for leaf, values in zip(self._leaves, self.obs, strict=True):
-            value = values[t, k]
-            if value.dtype.kind in "fc" and not np.isfinite(value).all():
-                raise ValueError(f"observation{leaf.name} is not finite: {value!r}")
-            if leaf.low is not None and not leaf.low <= value < leaf.high:
-                raise ValueError(f"observation{leaf.name} is {value}, its space says {leaf.low}..{leaf.high}")
+            if leaf.unusable(values[t, k]) is not None:
+                raise ValueError(leaf.problem(values[t, k]))
 
     def frozen(self, t: int, k: int) -> Callable[[Any], Any]:
         """Return a stand-in for the step of an environment that is gone: it repeats the last observation."""
         obs = self.row(t, k)
         return lambda action: (obs, 0.0, False, False, {})
 
-    def find_bad(self, done: int) -> Bad:
-        """Return the columns with unusable values in the first `done` steps."""
+    def find_bad(self, done: int, finals: Finals | None = None) -> Bad:
+        """Return the columns with unusable values in the first `done` steps, and in the last observations given."""
         bad: Bad = {}
 
-        def note(wrong: Any, what: str, is_after: bool = True) -> None:  # wrong: [done, K]
-            for t, k in np.argwhere(wrong & self.valid[:done]):
-                if int(k) not in bad or bad[int(k)][0] > int(t):
-                    bad[int(k)] = (int(t), what, is_after)
+        def note(t: int, k: int, what: str, is_after: bool) -> None:
+            if self.valid[t, k] and (k not in bad or bad[k][0] > t):
+                bad[k] = (t, what, is_after)
 
         for leaf, values in zip(self._leaves, self.obs, strict=True):
             after = values[1 : done + 1]
-            if after.dtype.kind in "fc":
-                finite = np.isfinite(after)
-                if not finite.all():
-                    note(~finite.reshape(*after.shape[:2], -1).all(axis=2), f"observation{leaf.name} is not finite")
-            elif leaf.low is not None:
-                outside = (after < leaf.low) | (after >= leaf.high)
-                if outside.any():
-                    note(outside, f"observation{leaf.name} is outside {leaf.low}..{leaf.high}")
+            unusable = leaf.unusable(after)  # [done, K]
+            for t, k in () if unusable is None else np.argwhere(unusable).tolist():
+                note(t, k, leaf.problem(after[t, k]), True)
         finite = np.isfinite(self.rewards[:done])
-        if not finite.all():
-            note(~finite, "reward is not finite", False)
+        for t, k in () if finite.all() else np.argwhere(~finite).tolist():
+            note(t, k, "reward is not finite", False)
+        if finals is not None:
+            for leaf, values in zip(self._leaves, finals.leaves, strict=True):
+                unusable = leaf.unusable(values)  # [number of finals]
+                for i in () if unusable is None else np.flatnonzero(unusable).tolist():
+                    text = f"at the end of the episode, {leaf.problem(values[i])}"
+                    note(int(finals.t[i]), int(finals.columns[i]), text, False)
         return bad
 
 
