@@ -25,7 +25,7 @@ from clusterenv.policy.sync.divergence import divergence
 from clusterenv.policy.sync.drift import DriftTable
 from clusterenv.policy.sync.exchange import Exchange
 from clusterenv.policy.sync.rules import Decision, Standing, decide
-from clusterenv.policy.weights import codec
+from clusterenv.policy.weights import encoding
 from clusterenv.testing import Virtual
 from experiments.hooks import watch_decisions
 from experiments.ppo import PPO
@@ -94,7 +94,7 @@ def listen(exchange: Exchange, happened: list[Noted | Asked], weights: dict[int,
 
 def _float64(module: Any, data: bytes) -> Any:
     clone = copy.deepcopy(module).double()
-    clone.load_state_dict({name: torch.from_numpy(np.array(v)).double() for name, v in codec.decode(data).items()})
+    clone.load_state_dict({name: torch.from_numpy(np.array(v)).double() for name, v in encoding.decode(data).items()})
     return clone
 
 

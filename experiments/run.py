@@ -19,7 +19,7 @@ from clusterenv.policy.sync.divergence import divergence
 from clusterenv.policy.sync.drift import DriftTable
 from clusterenv.policy.sync.exchange import Exchange
 from clusterenv.policy.sync.rules import Decision, Rule, Standing, decide
-from clusterenv.policy.weights import codec
+from clusterenv.policy.weights import encoding
 from clusterenv.testing import Virtual
 from experiments.arms import PAPER_DELTAS, TASKS, Arm, Task
 from experiments.hooks import sampling_every, watch_decisions
@@ -75,7 +75,7 @@ def run_arm(
                 break
         batches.close()
         stats, sent = collector.stats(), sum(cluster.stats()["sent_bytes"])
-        size = len(codec.encode(learner.policy.weights()))
+        size = len(encoding.encode(learner.policy.weights()))
         final = collector.evaluate(episodes=32, seed=10_000).mean
     returns = np.array([value for _, value in ends])
     when = np.array([at for at, _ in ends])

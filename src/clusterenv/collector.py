@@ -28,7 +28,7 @@ from clusterenv.policy.acting.distributions import Uniform
 from clusterenv.policy.acting.named import named
 from clusterenv.policy.sync.exchange import Exchange
 from clusterenv.policy.sync.rules import APS, Always, Rule
-from clusterenv.policy.weights.codec import encode
+from clusterenv.policy.weights.encoding import encode
 from clusterenv.policy.weights.packing import Codec
 from clusterenv.rollout import Evaluation, Rollout
 from clusterenv.system.interrupts import checkpoint, uninterrupted, uninterrupted_generator

@@ -51,9 +51,9 @@ class Recovery:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("init_timeout_s", "reset_timeout_s", "step_timeout_s", "warn_after_s", "recovery_timeout_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
+        for name, value in vars(self).items():
+            is_limit = name.endswith("_timeout_s") or name == "warn_after_s"
+            if is_limit and value is not None and not value > 0:
                 raise SpecError(f"Recovery({name}={value!r}): must be a positive number of seconds")
         if self.max_restarts < 0:
             raise SpecError(f"Recovery(max_restarts={self.max_restarts!r}): must be 0 or more")
@@ -62,8 +62,8 @@ class Recovery:
 
     def timeout_of(self, phase: str) -> tuple[str, float | None]:
         """Return the limit for one environment call in this phase: the name of the option, and its value."""
-        name = f"{phase}_timeout_s" if phase in ("init", "reset") else "step_timeout_s"
-        return name, getattr(self, name)
+        name = f"{phase}_timeout_s"
+        return (name, getattr(self, name)) if hasattr(self, name) else ("step_timeout_s", self.step_timeout_s)
 
 
 class RestartBook:

@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import clusterenv as ce
 import real
-from clusterenv.policy.weights import codec
+from clusterenv.policy.weights import encoding
 from namespace_cluster import ByHand, pods
 from netns import Network
 from policies import net, nudge
@@ -120,7 +120,7 @@ def collected(backend, updates=8):
             batches.append(collector.rollout(16))
             nudge(module, 0.03, generator)
         evaluation = collector.evaluate(episodes=6, seed=3)
-        return batches, evaluation, collector.stats(), len(codec.encode(policy.weights()))
+        return batches, evaluation, collector.stats(), len(encoding.encode(policy.weights()))
 
 
 def test_rollouts_pulls_and_bytes_are_those_of_one_process(backend):

@@ -13,7 +13,7 @@ from torch import nn
 import clusterenv as ce
 from clusterenv.policy.acting.distributions import family_for
 from clusterenv.policy.sync.divergence import divergence
-from clusterenv.policy.weights import codec
+from clusterenv.policy.weights import encoding
 from clusterenv.testing import Virtual
 from policies import net, nudge
 
@@ -33,7 +33,7 @@ def test_unchanged_weights_move_no_byte_and_always_moves_every_version():
         collector = envs.collector(policy, seed=1)
         for _ in range(3):
             collector.rollout(4)
-        size = len(codec.encode(policy.weights()))
+        size = len(encoding.encode(policy.weights()))
         assert collector.stats()["pulls"] == 1 and collector.stats()["weight_bytes"] == size
         for _ in range(4):
             nudge(module, 0.01, generator)
@@ -196,7 +196,7 @@ def test_weights_that_a_node_has_are_not_taken_for_the_exact_ones_of_their_versi
         publisher = collector._sync.publisher
         exact = publisher._forward_newest(rows)
         near = {name: values * np.float32(0.5) for name, values in policy.weights().items()}
-        publisher.weights_of = {publisher.version: codec.encode(near)}.get
+        publisher.weights_of = {publisher.version: encoding.encode(near)}.get
         assert not np.allclose(publisher._forward_of(publisher.version, rows), exact)
         assert np.array_equal(publisher._forward_newest(rows), exact)
 

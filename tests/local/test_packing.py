@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import clusterenv as ce
 from clusterenv.executors.remote import RemoteExecutor
-from clusterenv.policy.weights import codec
+from clusterenv.policy.weights import encoding
 from clusterenv.policy.weights.packing import pack, unpack
 from clusterenv.testing import Virtual
 from policies import net, nudge
@@ -31,10 +31,10 @@ def weights(values, step=0):
 @given(old=st.lists(floats, min_size=1, max_size=50), data=st.data(), form=st.sampled_from(FORMS))
 def test_both_ends_have_the_same_and_it_is_near(old, data, form):
     new = data.draw(st.lists(floats, min_size=len(old), max_size=len(old)))
-    base, target = codec.encode(weights(old)), codec.encode(weights(new, 7))
+    base, target = encoding.encode(weights(old)), encoding.encode(weights(new, 7))
     packed = pack(form, target, base)
     assert packed is not None and unpack(packed.data, base) == packed.weights
-    given_ones, meant = codec.decode(packed.weights), codec.decode(target)
+    given_ones, meant = encoding.decode(packed.weights), encoding.decode(target)
     assert given_ones["step"] == 7 and given_ones["on"].tolist() == [True, False], "what is no float goes as it is"
     assert all(given_ones[name].dtype == array.dtype for name, array in meant.items())
     change = np.abs(np.array(new, np.float64) - np.array(old, np.float32)).max()
@@ -46,24 +46,24 @@ def test_both_ends_have_the_same_and_it_is_near(old, data, form):
 def test_steps_are_taken_from_what_the_node_has_so_rounding_never_adds_up(form):
     rng = np.random.default_rng(0)
     true = rng.normal(size=500).astype(np.float32)
-    held = codec.encode({"w": true})
+    held = encoding.encode({"w": true})
     errors = []
     for _ in range(60):
         true = true + rng.normal(scale=0.01, size=500).astype(np.float32)
-        packed = pack(form, codec.encode({"w": true}), held)
+        packed = pack(form, encoding.encode({"w": true}), held)
         held = packed.weights
-        errors.append(np.abs(codec.decode(held)["w"] - true).max())
+        errors.append(np.abs(encoding.decode(held)["w"] - true).max())
     assert max(errors[30:]) < 2 * max(errors[:30])
 
 
 def test_int2_goes_as_far_in_the_direction_of_the_change_as_it_should():
     rng = np.random.default_rng(0)
     old, change = rng.normal(size=(2, 10_000))
-    base = codec.encode({"w": old.astype(np.float32)})
+    base = encoding.encode({"w": old.astype(np.float32)})
 
     def moved(by):
-        packed = pack("int2", codec.encode({"w": (old + by).astype(np.float32)}), base)
-        return len(packed.data), codec.decode(packed.weights)["w"] - old
+        packed = pack("int2", encoding.encode({"w": (old + by).astype(np.float32)}), base)
+        return len(packed.data), encoding.decode(packed.weights)["w"] - old
 
     size, step = moved(0.01 * change)
     assert step @ change / (change @ change) == pytest.approx(0.01, rel=1e-3)
@@ -76,15 +76,15 @@ def test_int2_goes_as_far_in_the_direction_of_the_change_as_it_should():
 
 
 def test_what_does_not_fit_is_not_packed():
-    base, large = codec.encode(weights([1.0])), codec.encode(weights([1e6]))
+    base, large = encoding.encode(weights([1.0])), encoding.encode(weights([1e6]))
     assert pack("int8", base, None) is None, "nothing to take steps from"
-    assert pack("int8", base, codec.encode({"a": np.zeros(1, np.float32)})) is None, "other arrays"
+    assert pack("int8", base, encoding.encode({"a": np.zeros(1, np.float32)})) is None, "other arrays"
     assert pack("fp16", large, None) is None, "too large for a half"
-    assert pack("int8", codec.encode(weights([np.nan])), base) is None
+    assert pack("int8", encoding.encode(weights([np.nan])), base) is None
 
 
 def test_what_is_not_what_the_head_meant_is_refused():
-    base, other, target = (codec.encode(weights([value, 2.0])) for value in (1.0, 1.5, 1.7))
+    base, other, target = (encoding.encode(weights([value, 2.0])) for value in (1.0, 1.5, 1.7))
     packed = pack("int8", target, base).data
     with pytest.raises(ce.PolicyError, match="another version"):
         unpack(packed, other)
@@ -96,7 +96,7 @@ def test_what_is_not_what_the_head_meant_is_refused():
             assert unpack(packed[:at] + bytes([packed[at] ^ 1]) + packed[at + 1 :], base) == meant, "an unused bit"
         with pytest.raises(ce.PolicyError):
             unpack(packed[:at], base)
-    many = codec.encode({"w": np.zeros(10_000_000, np.int8)})
+    many = encoding.encode({"w": np.zeros(10_000_000, np.int8)})
     with pytest.raises(ce.PolicyError, match="as large as"):
         unpack(pack("fp16", many, None).data, None, limit=1000)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import clusterenv as ce
-from clusterenv.policy.weights import codec
+from clusterenv.policy.weights import encoding
 from clusterenv.testing import Virtual
 from policies import net, nudge
 
@@ -59,7 +59,7 @@ def test_always_moves_versions_times_nodes_times_size():
     with ce.ClusterEnv(ID, 8, backend=Virtual(4)) as cluster:
         collector = cluster.collector(policy, seed=1)
         updates(collector, module, 6, 4)
-        size = len(codec.encode(policy.weights()))
+        size = len(encoding.encode(policy.weights()))
         assert collector.stats()["weight_bytes"] == 6 * 4 * size
         assert [node["pulls"] for node in collector.stats()["nodes"]] == [6] * 4
 

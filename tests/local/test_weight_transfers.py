@@ -12,7 +12,7 @@ import torch
 
 import clusterenv as ce
 from clusterenv.cluster.head import Head
-from clusterenv.policy.weights import codec
+from clusterenv.policy.weights import encoding
 from clusterenv.wire.messages import Withdrawn
 from policies import net, nudge
 from toys import linear
@@ -34,7 +34,7 @@ def test_weights_sent_again_to_a_replaced_node_are_counted():
         policy = ce.NumpyPolicy(linear, weights, dist="categorical")
         collector = envs.collector(policy, seed=5)
         collector.rollout(8)
-        size = len(codec.encode(policy.weights()))
+        size = len(encoding.encode(policy.weights()))
         assert [node["weight_bytes"] for node in collector.stats()["nodes"]] == [size, size]
         agents()[0].kill()
         while not envs.stats()["events"].get("node_lost"):
@@ -86,7 +86,7 @@ def test_a_machine_with_two_shards_pulls_once():
         policy = ce.TorchPolicy(module, dist="categorical")
         collector = envs.collector(policy, seed=5)
         collector.rollout(8)
-        size = len(codec.encode(policy.weights()))
+        size = len(encoding.encode(policy.weights()))
         envs.scale(nodes=1)
         before = collector.stats()["weight_bytes"]
         for version in (1, 2, 3):

@@ -351,7 +351,7 @@ FINALS, SAMPLES = RESULT.finals, RESULT.samples
         {"version": 4},
         {"env_s": -1.0},
         {"policy_s": float("inf")},
-        {"step_s": np.zeros(2, np.float32)},
+        {"pace_s": np.zeros(2, np.float32)},
         {"policy_error": ("one",)},
         {"policy_error": 3},
         {"not_sent": "x" * 2000},

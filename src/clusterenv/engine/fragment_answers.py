@@ -81,13 +81,13 @@ def _check_numbers(result: FragmentResult, columns: int) -> None:
         isinstance(result.not_sent, str) and len(result.not_sent) < _LONGEST_KEY,
         "a malformed reason for infos that were not sent",
     )
-    step_s = result.step_s
-    if step_s is not None:
+    pace_s = result.pace_s
+    if pace_s is not None:
         need(
-            isinstance(step_s, np.ndarray) and step_s.dtype == np.float32 and step_s.shape == (columns,),
+            isinstance(pace_s, np.ndarray) and pace_s.dtype == np.float32 and pace_s.shape == (columns,),
             "malformed times",
         )
-        need(bool(np.isfinite(step_s).all() and (step_s >= 0).all()), "malformed times")
+        need(bool(np.isfinite(pace_s).all() and (pace_s >= 0).all()), "malformed times")
 
 
 def _check_episodes(episodes: list[Any], num_steps: int, columns: int) -> None:

@@ -170,7 +170,7 @@ class FragmentResult(NamedTuple):
     samples: DriftSamples | None
     env_s: float
     policy_s: float
-    step_s: Any = None
+    pace_s: Any = None
     """[K] seconds of a step of each environment, float32; None if none was timed."""
     not_sent: str = ""
     """Which info was left out because it is not plain data, and why; "" if none was."""

@@ -20,7 +20,7 @@ from clusterenv.policy.acting.base import PAD, Actor, pad_rows
 from clusterenv.policy.acting.distributions import Family, mask_logits, stack_masks
 from clusterenv.policy.acting.named import Named, prepare_named
 from clusterenv.policy.acting.random_streams import Streams
-from clusterenv.policy.weights.codec import decode
+from clusterenv.policy.weights.encoding import decode
 from clusterenv.wire.requests import Act, Acted, Finals, FragmentResult, LoadWeights, Reply, SetPolicy, Step
 from clusterenv.worker.envs import EnvGroup
 from clusterenv.worker.key_watch import KeyWatch

@@ -218,8 +218,8 @@ class Collecting:
         rows.keep_last_obs(slots, [leaf[result.num_steps] for leaf in side.obs])
         if result.num_steps:
             rows.collected(slots, side.valid[0])
-            if result.step_s is not None:
-                rows.buffers.pace_s[slots] = result.step_s
+            if result.pace_s is not None:
+                rows.buffers.pace_s[slots] = result.pace_s
         return result
 
     def _check_policy(self, index: int, result: FragmentResult | None) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import Space
 
 from clusterenv.policy.acting.distributions import Family
-from clusterenv.policy.weights.codec import Weights
+from clusterenv.policy.weights.encoding import Weights
 from clusterenv.rollout import map_arrays
 
 __all__ = ["Actor", "PAD", "Policy", "Prepared", "Recipe", "num_rows", "pad_rows"]

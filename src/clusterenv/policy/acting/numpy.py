@@ -14,7 +14,7 @@ from clusterenv.errors import PolicyError
 from clusterenv.policy.acting.base import Prepared, num_rows
 from clusterenv.policy.acting.distributions import Uniform, family_for
 from clusterenv.policy.acting.named import Named
-from clusterenv.policy.weights.codec import Weights
+from clusterenv.policy.weights.encoding import Weights
 
 __all__ = ["NumpyPolicy", "RandomPolicy"]
 

@@ -22,7 +22,7 @@ from clusterenv.policy.acting.distributions import Family, family_for
 from clusterenv.policy.acting.named import Named, class_at
 from clusterenv.policy.acting.shapes import LOOKED_FOR, call_module, candidates, example_for, from_distribution, pack
 from clusterenv.policy.acting.torch_actor import Forward, FromDist, TorchRecipe, hollow, to_tensor
-from clusterenv.policy.weights.codec import Weights
+from clusterenv.policy.weights.encoding import Weights
 from clusterenv.rollout import map_arrays
 
 __all__ = ["TorchPolicy"]

@@ -14,7 +14,7 @@ import torch
 
 from clusterenv.errors import PolicyError
 from clusterenv.policy.acting.shapes import from_distribution, pack
-from clusterenv.policy.weights.codec import Weights
+from clusterenv.policy.weights.encoding import Weights
 from clusterenv.rollout import map_arrays
 
 __all__ = ["Forward", "FromDist", "TorchRecipe", "hollow", "to_tensor"]

@@ -13,7 +13,7 @@ from clusterenv.policy.acting.distributions import Family
 from clusterenv.policy.sync.drift import Drift
 from clusterenv.policy.sync.publisher import Publisher
 from clusterenv.policy.sync.rules import APS, Decision, Rule, Standing, decide, fit, wants_drift
-from clusterenv.policy.weights.codec import digest
+from clusterenv.policy.weights.encoding import digest
 from clusterenv.policy.weights.packing import CODECS, Codec, pack, takes_steps
 
 __all__ = ["Acting", "Exchange", "Pulled"]

@@ -15,7 +15,7 @@ from clusterenv.policy.acting.base import PAD, Actor, Policy, num_rows, pad_rows
 from clusterenv.policy.acting.distributions import Family, mask_logits
 from clusterenv.policy.sync.divergence import divergence
 from clusterenv.policy.sync.drift import Drift, DriftTable
-from clusterenv.policy.weights import codec
+from clusterenv.policy.weights import encoding
 from clusterenv.rollout import map_arrays
 
 __all__ = ["REPLAY", "Publisher"]
@@ -58,8 +58,8 @@ class Publisher:
     def snapshot(self) -> int:
         """Copy the newest version's weights; if the content is unchanged, go back to the previous version's number."""
         if self._is_behind:
-            data = codec.encode(self._policy.weights())
-            name = codec.digest(data)
+            data = encoding.encode(self._policy.weights())
+            name = encoding.digest(data)
             if name == self._digest:
                 self.version = self._of_data
             else:
@@ -109,7 +109,7 @@ class Publisher:
             self._probe = pickle.loads(self._recipe).build()  # a separate copy: the learner's module is not touched
         actor: Actor = self._probe
         if self._loaded is not data:
-            actor.load(codec.decode(data))
+            actor.load(encoding.decode(data))
             self._loaded = data
         params = _replay(actor, rows) if "state" in rows else _forward(actor, rows["obs"])
         return mask_logits(params, rows["mask"]) if "mask" in rows else params

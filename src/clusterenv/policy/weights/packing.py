@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from clusterenv.errors import PolicyError
-from clusterenv.policy.weights import codec
-from clusterenv.policy.weights.codec import Weights
+from clusterenv.policy.weights import encoding
+from clusterenv.policy.weights.encoding import Weights
 
 __all__ = ["CODECS", "Codec", "Packed", "pack", "takes_steps", "unpack"]
 
@@ -45,35 +45,35 @@ class Packed(NamedTuple):
     data: bytes
     """The bytes to send."""
     weights: bytes
-    """The weights that the node then has, encoded by `codec.encode`."""
+    """The weights that the node then has, encoded by `encoding.encode`."""
 
 
 def pack(kind: str, weights: bytes, base: bytes | None) -> Packed | None:
-    """Pack encoded weights (`codec.encode`) for a node that has `base`; None if they do not fit this form.
+    """Pack encoded weights (`encoding.encode`) for a node that has `base`; None if they do not fit this form.
 
-    >>> old = codec.encode({"w": np.zeros(1000, np.float32)})
-    >>> new = codec.encode({"w": np.linspace(-1, 1, 1000, dtype=np.float32)})
+    >>> old = encoding.encode({"w": np.zeros(1000, np.float32)})
+    >>> new = encoding.encode({"w": np.linspace(-1, 1, 1000, dtype=np.float32)})
     >>> small = pack("int8", new, old)
     >>> len(small.data) < len(new) / 3, unpack(small.data, old) == small.weights
     (True, True)
-    >>> float(abs(codec.decode(small.weights)["w"] - codec.decode(new)["w"]).max()) < 0.005
+    >>> float(abs(encoding.decode(small.weights)["w"] - encoding.decode(new)["w"]).max()) < 0.005
     True
     """
-    target = codec.decode(weights)
+    target = encoding.decode(weights)
     if kind == "fp16":
         with np.errstate(over="ignore"):
-            halves = codec.encode({name: _half(array) for name, array in target.items()})
+            halves = encoding.encode({name: _half(array) for name, array in target.items()})
         dtypes = "\n".join(array.dtype.str for array in target.values())
         form, body = _HALVES, _deflate(dtypes.encode() + b"\0" + halves)
     else:
         if base is None:
             return None
-        form, origin = _STEPS[kind], codec.decode(base)
+        form, origin = _STEPS[kind], encoding.decode(base)
         if not _alike(origin, target):
             return None
         body = _to_steps(origin, target, form)
     given = _unpacked(form, body, base, len(weights))
-    if not all(np.isfinite(array).all() for array in codec.decode(given).values()):
+    if not all(np.isfinite(array).all() for array in encoding.decode(given).values()):
         return None  # too large for a half, or not finite to begin with
     return Packed(_PREFIX.pack(form, _digest(given)) + body, given)
 
@@ -98,16 +98,16 @@ def unpack(packed: bytes | memoryview, base: bytes | None, limit: int = 1 << 34)
 def _unpacked(form: int, body: bytes | memoryview, base: bytes | None, limit: int) -> bytes:
     if form == _HALVES:
         dtypes, _, rest = _inflate(body, limit + (1 << 16)).partition(b"\0")
-        halves = codec.decode(rest)
+        halves = encoding.decode(rest)
         pairs = zip(halves.items(), dtypes.decode().split("\n"), strict=True)
-        return codec.encode({name: array.astype(dtype) for (name, array), dtype in pairs})
+        return encoding.encode({name: array.astype(dtype) for (name, array), dtype in pairs})
     if base is None:
         raise ValueError("steps without a version to apply them to")
-    return codec.encode(_from_steps(codec.decode(base), body, form))
+    return encoding.encode(_from_steps(encoding.decode(base), body, form))
 
 
 def _digest(weights: bytes) -> bytes:
-    return bytes.fromhex(codec.digest(weights))[:8]
+    return bytes.fromhex(encoding.digest(weights))[:8]
 
 
 def _half(array: Any) -> Any:
