@@ -246,14 +246,14 @@ class WorkerProcesses:
 
     def _messages(self, index: int, link: _Link, size: int) -> list[Any]:
         """Decode what was read from a worker. If that fails, kill the worker: its request would stay unanswered."""
-        data = self._scratch_view[:size]
-        while True:
-            try:
-                return link.reader.feed(data)
-            except Exception as error:  # unpickling runs code of the user's classes
-                link.killed_for = f"was killed: its answer cannot be unpickled: {type(error).__name__}: {error}"
-                self._tell(("kill", index, False), [])
-                data = data[:0]
+        if link.killed_for:
+            return []  # it is being ended: rows that it sent later would be followed by their loss
+        try:
+            return link.reader.feed(self._scratch_view[:size])
+        except Exception as error:  # unpickling runs code of the user's classes
+            link.killed_for = f"was killed: its answer cannot be unpickled: {type(error).__name__}: {error}"
+            self._tell(("kill", index, False), [])
+            return link.reader.feed(b"")
 
     def _read_control(self, events: list[tuple[int, Any]]) -> None:
         assert self._control is not None

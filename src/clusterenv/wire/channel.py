@@ -240,7 +240,8 @@ class FrameReader:
     def feed(self, data: bytes | memoryview) -> list[Any]:
         """Return the messages that are complete now.
 
-        A message that cannot be decoded raises its error once: the next call continues with the others.
+        A message that cannot be decoded raises its error once. The next call returns those before it; what follows is
+        discarded, because its sender has to be ended.
         """
         if len(data) == 9 and not self.buffer and data[4] == _NUMBER:
             return [_QUICK.unpack(data)[2]]
@@ -264,7 +265,7 @@ class FrameReader:
                 else:
                     raise ProtocolError("a pickled request, where pickle is not allowed")
             except Exception:
-                del self.buffer[start : start + 4 + length]
+                del self.buffer[start:]
                 raise
             start += 4 + length
         if start:
