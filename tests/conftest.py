@@ -51,7 +51,9 @@ def _state() -> tuple[set[int], set[int | None], dict[str, str], set[str]]:
     children = {child.pid for child in psutil.Process().children(recursive=True)} - real.daemons() - {tracker}
     threads = {thread.ident for thread in threading.enumerate()}
     descriptors = {number: target for number, target in _descriptors().items() if number != str(its_pipe)}
-    return children, threads, descriptors, set(os.listdir("/dev/shm"))
+    # podman makes its locks when it is first used on a machine, and keeps them.
+    shared = {name for name in os.listdir("/dev/shm") if not name.startswith("libpod_")}
+    return children, threads, descriptors, shared
 
 
 def _not_of_others(names: set[str]) -> set[str]:
