@@ -69,7 +69,7 @@ def _messages(socket: zmq.Socket[bytes], most: int | None = None) -> Iterator[li
             frames.append(socket.recv(_NOBLOCK, copy=False))
         yield frames
         count += 1
-        is_readable = bool(socket.get(zmq.EVENTS) & _POLLIN)  # type: ignore[operator]
+        is_readable = bool(int(socket.get(zmq.EVENTS)) & _POLLIN)
 
 
 def _send(socket: zmq.Socket[bytes], frames: Sequence[Any]) -> None:
