@@ -179,7 +179,7 @@ class Driver:
                     self.rows.add_rows(message)
                 else:
                     self._inbox.append((worker, message))
-        if STATE.pending:  # before the delivery: a step that ends by Ctrl-C has delivered nothing
+        if STATE.pending:  # before the delivery, as in `deliver`
             checkpoint()
         return self.rows.all_rows(copy) if done == workers else None
 
@@ -265,7 +265,8 @@ class Driver:
         return DeadlineError(f"{text}; awaited: {who}. Nothing is lost: call {call}() again.")
 
     def deliver(self, copy: bool) -> Rows:
-        """Deliver every row that is ready, ascending by slot."""
+        """Deliver every row that is ready, ascending by slot. A call that ends by Ctrl-C has delivered nothing."""
+        checkpoint()
         rows = self.rows.rows(copy)
         self._engine.delivered(rows.slots, rows.terminations | rows.truncations)
         return rows

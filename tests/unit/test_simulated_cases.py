@@ -59,6 +59,22 @@ def test_a_step_that_ctrl_c_ends_while_its_last_answer_is_awaited_needs_a_reset(
             envs.step(np.zeros(1, np.int64))
 
 
+def test_a_step_with_a_policy_that_ctrl_c_ends_after_its_last_answer_needs_a_reset() -> None:
+    with opened(1, 1, AutoresetMode.DISABLED) as (_, envs):
+        envs.reset()
+        collect = envs._driver.collect
+
+        def collect_and_press(*args: Any) -> None:
+            collect(*args)
+            interrupts.STATE.pending = True
+
+        envs._driver.collect = collect_and_press
+        with pytest.raises(KeyboardInterrupt):
+            envs.step(policy())
+        assert envs._guard.phase is Phase.INTERRUPTED
+        assert not envs._driver.rows.ended.any(), "the end of an episode that the user has not seen"
+
+
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_a_row_that_is_awaited_of_a_slot_that_never_started_is_brought(mode: AutoresetMode) -> None:
     assert after_loss(mode, Row.AWAITED, Episode.NONE, False) == (Env.DUE, False)

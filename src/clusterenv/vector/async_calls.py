@@ -14,7 +14,7 @@ from gymnasium.vector import VectorEnv
 
 from clusterenv.driver import Driver
 from clusterenv.errors import UsageError, WorkerLostError
-from clusterenv.system.interrupts import checkpoint, uninterrupted
+from clusterenv.system.interrupts import uninterrupted
 from clusterenv.vector.actions import ActionReader
 from clusterenv.vector.guard import CallGuard, Pending
 from clusterenv.vector.parameters import ResetArguments, read_reset, read_timeout
@@ -122,7 +122,6 @@ class AsyncCalls(VectorEnv[Any, Any, Any]):
         try:
             driver.collect(self.num_envs, timeout_s, "step_wait")
         except WorkerLostError as error:
-            checkpoint()  # before the delivery: a Ctrl-C after it would replace this error and lose its rows
             error.rows = step_result(driver.deliver(True))
             guard.is_interrupted = False
             raise
