@@ -14,7 +14,7 @@ REAL := slurm or ray or kubernetes
 # How many processes run the tests of `make test`.
 JOBS ?= 2
 
-.PHONY: demo test test-long test-examples test-network test-clusters test-smoke check tour search simulate mutations format bench soak soak-short paper paper-quick clean
+.PHONY: demo test test-long test-examples test-network test-clusters test-smoke check guarantees tour search simulate mutations format bench soak soak-short paper paper-quick clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +45,13 @@ test-clusters: $(VENV)/.ready
 
 test-smoke: $(VENV)/.ready
 	for kind in $(CLUSTERS); do $(BIN)/pytest -m "smoke and $$kind" || exit 1; done
+
+# The tests of docs/guarantees.md, on one machine, in namespaces and on the clusters (40 minutes); then its tables are made anew.
+guarantees: $(VENV)/.ready
+	rm -rf runs/guarantees
+	CLUSTERENV_GUARANTEES=runs/guarantees/here.jsonl $(BIN)/pytest -m "guarantee and not ($(REAL))"
+	for kind in $(CLUSTERS); do CLUSTERENV_GUARANTEES=runs/guarantees/$$kind.jsonl $(BIN)/pytest -m "guarantee and $$kind"; done
+	$(BIN)/python -m tools.guarantees runs/guarantees/*.jsonl
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .

@@ -17,6 +17,7 @@ import hypothesis
 import psutil
 import pytest
 
+import guarantees
 import real
 
 # The same examples in every run: a failure is a finding of the change at hand, never of the dice.
@@ -91,9 +92,14 @@ def _leaks(
     return leaks
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    guarantees.configure(config)
     # What a shell starts in the background ignores Ctrl-C, and so would the scripts that are interrupted here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    guarantees.label(items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

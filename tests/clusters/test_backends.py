@@ -177,6 +177,7 @@ def test_plain_infos_survive(backend):
         assert infos["list"][1] == [1, "a", None, {"x": (1, 2)}] and infos["f"].dtype == np.float32
 
 
+@pytest.mark.guarantee(10)
 def test_an_error_brings_its_traceback(backend):
     with ce.ClusterEnv([lambda: Trouble(0, "raise", at=1)] * 2, backend=backend) as envs:
         envs.reset(seed=1)
@@ -218,6 +219,7 @@ def kill_worker(backend, pid):
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.guarantee(1)
 def test_a_killed_worker_runs_its_fragment_again(backend):
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=ce.Recovery(backoff_s=(0.05, 0.1))) as envs:
         collector = envs.collector(numpy_policy(), seed=1)
@@ -236,6 +238,7 @@ def children():
     return {c.pid for c in psutil.Process().children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE}
 
 
+@pytest.mark.guarantee(15, 16)
 def test_close_is_bounded_and_leaves_nothing(backend):
     before = children()
     envs = ce.ClusterEnv([lambda: Trouble(0, "hang", at=2)] * 2, backend=backend)

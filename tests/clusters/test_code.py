@@ -575,7 +575,8 @@ def test_versions_that_have_to_fit():
     assert set(versions.installed()) == set(ours), "torch is installed, and need not be imported"
 
 
-def test_20_a_node_with_another_cloudpickle_is_refused(monkeypatch):
+@pytest.mark.guarantee(20)
+def test_a_node_with_another_cloudpickle_is_refused(monkeypatch):
     here = {**versions.installed(), "cloudpickle": "2.9.0"}
     there = versions.installed()["cloudpickle"]
     monkeypatch.setattr(versions, "installed", lambda: here)
@@ -583,7 +584,8 @@ def test_20_a_node_with_another_cloudpickle_is_refused(monkeypatch):
         ce.ClusterEnv("CartPole-v1", 1, backend=ce.Loopback(nodes=1))
 
 
-def test_20_torch_matters_to_policies_of_torch(monkeypatch):
+@pytest.mark.guarantee(20)
+def test_torch_matters_to_policies_of_torch(monkeypatch):
     import torch
 
     monkeypatch.setattr(versions, "installed", lambda: {"cloudpickle": "3.1.2", "numpy": "2.4.6", "torch": "1.0"})

@@ -259,6 +259,7 @@ def test_pods_that_fit_nowhere():
 # -- faults -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee(15, 17)
 @in_pods
 @pytest.mark.smoke
 def test_a_deleted_pod_is_replaced_and_nothing_is_left():
@@ -380,6 +381,7 @@ def test_the_head_in_a_pod(tmp_path):
         kubectl("delete", "pod/head", "configmap/authority", "--force", "--grace-period=0")
 
 
+@pytest.mark.guarantee(13)
 @in_pods
 @pytest.mark.parametrize("where", ["here", "in a pod"])
 def test_nothing_runs_after_its_head_was_killed_and_gc_removes_the_rest(tmp_path, capsys, monkeypatch, where):
@@ -413,6 +415,7 @@ def test_nothing_runs_after_its_head_was_killed_and_gc_removes_the_rest(tmp_path
     assert not list(folder.glob("clusterenv-*"))
 
 
+@pytest.mark.guarantee(16)
 @in_pods
 def test_close_while_the_api_server_hangs(tmp_path):
     cluster = real.running["kubernetes"]

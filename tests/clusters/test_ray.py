@@ -56,6 +56,7 @@ def files():
     return {path.name for path in Path(tempfile.gettempdir()).glob("clusterenv-*")}
 
 
+@pytest.mark.guarantee(3, 15)
 @pytest.mark.smoke
 def test_a_killed_actor_is_replaced_and_nothing_is_left(tmp_path):
     before = files()
@@ -113,6 +114,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.guarantee(13)
 def test_nothing_runs_after_its_head_was_killed():
     code = HEAD.format(address=real.running["ray"].address, fast=FAST)
     head = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -126,6 +128,7 @@ def test_nothing_runs_after_its_head_was_killed():
     await_no_agents(FAST[2] + 15)
 
 
+@pytest.mark.guarantee(16)
 def test_close_while_ray_hangs(tmp_path, capsys):
     """Its control service is stopped; a script that ends then is held up by Ray itself, and is killed here."""
     cluster = real.running["ray"]

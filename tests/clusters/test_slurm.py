@@ -222,6 +222,7 @@ def test_beginning_with_fewer_nodes(tmp_path):
 # -- faults -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee(17)
 @on_slurm
 @pytest.mark.smoke
 def test_scancel_costs_one_node_which_is_replaced(tmp_path):
@@ -251,6 +252,7 @@ def test_a_requeued_job_comes_back_by_itself(tmp_path):
     await_empty_queue()
 
 
+@pytest.mark.guarantee(3)
 @on_slurm
 def test_a_machine_that_is_gone(tmp_path):
     cluster = real.running["slurm"]
@@ -275,6 +277,7 @@ def test_a_machine_that_is_gone(tmp_path):
         time.sleep(0.5)
 
 
+@pytest.mark.guarantee(17)
 @on_slurm
 @pytest.mark.timeout(200)
 def test_the_time_limit(tmp_path):
@@ -306,6 +309,7 @@ time.sleep(100)
 ELSEWHERE = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
 
 
+@pytest.mark.guarantee(13)
 @on_slurm
 @pytest.mark.smoke
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
@@ -346,6 +350,7 @@ def sleeping_scancel(folder):
     (folder / "scancel").unlink()
 
 
+@pytest.mark.guarantee(16)
 @on_slurm
 @pytest.mark.parametrize("what", ["scancel", "slurmctld"])
 def test_close_while_slurm_hangs(tmp_path, monkeypatch, what):

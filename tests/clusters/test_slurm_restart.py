@@ -18,6 +18,7 @@ def _jobs() -> list[str]:
     return [line.split()[0] for line in real.running["slurm"].queue()]
 
 
+@pytest.mark.guarantee(13)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_jobs_that_outlive_their_head_join_the_next_one(tmp_path, number):
     with run(tmp_path, "Slurm", extra={"exclusive": None}) as it:

@@ -135,6 +135,7 @@ def rollout(envs):
     return envs.collector(policy(), seed=1).rollout(32)
 
 
+@pytest.mark.guarantee(29)
 def test_rollouts_streams_and_steps_follow_each_other(tmp_path):
     with make(tmp_path) as envs:
         ledger = chaos.Ledger(tmp_path, N)

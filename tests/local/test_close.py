@@ -19,6 +19,8 @@ from clusterenv.backends.kubernetes_api import Api
 from clusterenv.backends.slurm_jobs import SlurmJobs
 from clusterenv.cli import main
 
+pytestmark = pytest.mark.guarantee(16)
+
 ID = "CartPole-v1"
 BOUND_S = 10.0
 

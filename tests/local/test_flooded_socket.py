@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.guarantee(22)
+
 FLOOD = """
 import time
 from clusterenv.transport.keys import make_keys

@@ -15,6 +15,8 @@ import clusterenv as ce
 from interrupting import LineTrace, Waits, lines_of
 from toys import SpaceEnv, same
 
+pytestmark = pytest.mark.guarantee(15)
+
 N = 2
 ACTIONS = np.zeros(N, dtype=np.int64)
 

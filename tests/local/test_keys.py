@@ -153,6 +153,8 @@ import resource, sys
 import clusterenv as ce
 from clusterenv.backends.launch.folder import RunFolder
 
+pytestmark = pytest.mark.guarantee(25)
+
 def fill(*_):
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 

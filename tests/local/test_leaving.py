@@ -104,6 +104,8 @@ import sys
 import clusterenv as ce
 from loopback_agents import Loopback
 
+pytestmark = pytest.mark.guarantee(17)
+
 agent, folder = sys.argv[1:]
 
 def start(agents, node):

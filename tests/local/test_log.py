@@ -74,6 +74,7 @@ def test_warnings_and_what_environments_print_are_seen_without_any_logging_set_u
     assert "[slot 0] about to step\n" in done.stderr
 
 
+@pytest.mark.guarantee(26)
 @pytest.mark.parametrize(
     ("redirect", "before"), [("2>/dev/full", ""), ("2>&-", ""), ("", "sys.stderr.close()"), ("", "sys.stderr = None")]
 )
@@ -127,6 +128,7 @@ def test_what_environments_print_can_be_logged_or_silenced(silent_log, capsys):
     assert capsys.readouterr().err == "" and len(silent_log.records) == 1
 
 
+@pytest.mark.guarantee(26)
 def test_a_log_that_cannot_be_written_is_no_reason_to_stop(monkeypatch):
     closed = io.StringIO()
     closed.close()
@@ -149,6 +151,7 @@ class NotAFile:
         raise RuntimeError("the window is closed")
 
 
+@pytest.mark.guarantee(26)
 def test_whatever_a_stderr_raises_is_no_reason_to_stop(monkeypatch):
     monkeypatch.setattr(sys, "stderr", NotAFile())
     monkeypatch.setattr(logging.getLogger("clusterenv"), "propagate", False)  # to what pytest has put there
@@ -189,6 +192,7 @@ with ce.ClusterEnv([lambda: Bad(gym.make("CartPole-v1"))] * 2, backend=backend, 
 """
 
 
+@pytest.mark.guarantee(26)
 @pytest.mark.parametrize("stderr", ["closed", "full"])
 def test_faults_are_survived_without_a_stderr(stderr):
     done = subprocess.run(

@@ -15,6 +15,8 @@ from loopback_agents import Loopback
 from stepping import step_until
 from toys import Trouble
 
+pytestmark = pytest.mark.guarantee(11)
+
 
 def agent_of(pid: int) -> int:
     """The node agent above a worker: worker, fork server, agent."""

@@ -120,6 +120,7 @@ def test_a_notebook_runs():
     assert "rewards [1.0, 1.0, 1.0]" in done.stdout, done.stderr
 
 
+@pytest.mark.guarantee(15)
 @pytest.mark.parametrize("ending", ["raise ValueError('mine')", "raise SystemExit(7)", "os._exit(9)", "del envs"])
 @pytest.mark.parametrize("moment", ["idle", "in_flight"])
 def test_however_the_script_ends_nothing_is_left(tmp_path, ending, moment):
@@ -158,6 +159,7 @@ envs.step([0, 1])
 """
 
 
+@pytest.mark.guarantee(13, 15)
 @pytest.mark.parametrize(
     "signals", [[signal.SIGINT], [signal.SIGINT, signal.SIGINT], [signal.SIGKILL], [signal.SIGTERM]]
 )
@@ -180,6 +182,7 @@ def test_ctrl_c_and_kill_leave_nothing(tmp_path, signals):
     no_children_left(str(tmp_path))
 
 
+@pytest.mark.guarantee(15)
 def test_garbage_collection_closes():
     envs = ce.ClusterEnv("CartPole-v1", num_envs=2)
     pids = [pid for pid in envs.stats()["worker_pids"] if pid]

@@ -14,6 +14,8 @@ import pytest
 from killed_heads import LEASE_S, run, wait_for
 from seed_ledger import read, repeated
 
+pytestmark = pytest.mark.guarantee(13)
+
 
 def test_nodes_that_outlive_a_killed_head_join_the_next_one(tmp_path):
     with run(tmp_path, "Manual") as it:

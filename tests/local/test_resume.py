@@ -26,6 +26,8 @@ import numpy as np
 import clusterenv as ce
 from seed_ledger import make
 
+pytestmark = pytest.mark.guarantee(13)
+
 journal, ledger, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
 recovery = ce.Recovery(max_restarts=10**6, backoff_s=(0.0, 0.0))
 make_env = functools.partial(make, ledger, fails_at=10)

@@ -130,6 +130,8 @@ NEVER_COMES = """
 import sys
 import clusterenv as ce
 
+pytestmark = pytest.mark.guarantee(15)
+
 backend = ce.Slurm(nodes=1, interface="lo", folder=sys.argv[1], python="false")
 ce.ClusterEnv("CartPole-v1", 1, backend=backend)
 """

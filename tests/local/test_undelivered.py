@@ -18,6 +18,8 @@ import clusterenv as ce
 from clusterenv.engine.slots import Env
 from toys import Trouble
 
+pytestmark = pytest.mark.guarantee(10)
+
 N = 4
 ZEROS = np.zeros(N, dtype=np.int64)
 MODES = pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)

@@ -14,7 +14,7 @@ from clusterenv.testing.chaos.lying import ACTED, ANSWERS, CALLS, CONTROL, EPISO
 from stepping import kinds
 from toys import linear
 
-pytestmark = pytest.mark.network
+pytestmark = [pytest.mark.network, pytest.mark.guarantee(22)]
 
 ID = "CartPole-v1"
 OWN = [0, 1]

@@ -52,6 +52,7 @@ def test_a_fault_of_a_machine(kind, amount, until, tmp_path):
             assert (balance.lives > N) == bool(until), envs.events()
 
 
+@pytest.mark.guarantee(29)
 def test_a_short_soak(tmp_path):
     report = soak(3, 0.6, tmp_path, every_s=2.0)
     assert not report.problems and report.faults and report.balance["delivered"] > 1000
@@ -61,6 +62,7 @@ def test_a_short_soak(tmp_path):
     )
 
 
+@pytest.mark.guarantee(22)
 def test_a_hostile_node_is_named_and_ended_again_and_again(tmp_path):
     report = hostile.run(0.7, tmp_path)
     assert report.ended and not report.good_lost and report.lies, report

@@ -43,6 +43,8 @@ from clusterenv.wire.requests import (
     Step,
 )
 
+pytestmark = pytest.mark.guarantee(22)
+
 SLOTS = [4, 5, 6]
 STEPS = 8
 BOX, DISCRETE = spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(2)

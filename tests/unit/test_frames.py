@@ -14,6 +14,8 @@ import clusterenv as ce
 from clusterenv.wire.frames import CHUNK, FRAME_LIMIT, PIECE_LEAST, head_reader, node_reader, to_wire
 from clusterenv.wire.messages import Answer, Beat, Bye, Hello, Pull, SteppedAll, ToWorker
 
+pytestmark = pytest.mark.guarantee(23)
+
 MESSAGES = [
     Hello(1, "0.1.0", "3.11", "1.2.0", "abc", "host", 7, 2, True),
     Answer(0, 3, 17, True, (1, 2, 3)),

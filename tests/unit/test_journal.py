@@ -52,6 +52,8 @@ _HOLDER = """
 import sys
 from clusterenv.events import EventLog
 from clusterenv.journal import Journal
+
+pytestmark = pytest.mark.guarantee(13)
 journal = Journal(sys.argv[1], EventLog())
 print("here", flush=True)
 sys.stdin.read()

@@ -1064,6 +1064,8 @@ def hook(event, args):
         seen.add(event)
 sys.addaudithook(hook)
 import pickle
+
+pytestmark = pytest.mark.guarantee(23)
 for name in ("load", "loads", "Unpickler", "_Unpickler", "_load", "_loads"):
     setattr(pickle, name, None)
 seen.clear()

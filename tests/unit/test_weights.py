@@ -19,6 +19,8 @@ from clusterenv.recovery import Recovery
 from clusterenv.wire.frames import CHUNK
 from clusterenv.wire.messages import Pull, Withdrawn
 
+pytestmark = pytest.mark.guarantee(27)
+
 
 class Told:
     """A ledger of four workers on two nodes, with what workers are told, and what travels."""

@@ -1,0 +1,145 @@
+"""Write docs/guarantees.md from test results: `python -m tools.guarantees [RESULTS ...]`.
+
+Results are the lines that test runs with CLUSTERENV_GUARANTEES=FILE have appended. They are merged into
+docs/guarantees/results.json, where those of another test or place stay; then the tables of the page are made anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = DOCS / "guarantees.md"
+PROMISES = DOCS / "guarantees" / "promises.toml"
+RESULTS = DOCS / "guarantees" / "results.json"
+BEGIN, END = "<!-- made by `make guarantees`: begin -->", "<!-- end -->"
+
+PLACES = ("local", "namespaces", "SLURM", "Kubernetes", "Ray")
+FIGURES = {
+    "detected_s": "detected after {} s",
+    "back_s": "back after {} s",
+    "gone_s": "nothing runs after {} s",
+    "closed_s": "closed after {} s",
+    "first_s": "first fragment after {} s",
+    "lost_steps": "lost steps: {}",
+    "throughput": "throughput {} of the undisturbed",
+    "memory_mib": "head memory +{} MiB",
+    "minutes": "{} minutes",
+    "difference": "difference in return {}",
+}
+
+
+@dataclass
+class Result:
+    """What the last run of one test in one place gave."""
+
+    test: str
+    place: str
+    guarantees: list[int]
+    passed: int = 0
+    """Number of its cases."""
+    failed: int = 0
+    skipped: int = 0
+    figures: dict[str, list[float]] = field(default_factory=dict)
+    """Name → smallest and largest."""
+
+
+def read_lines(lines: Iterable[str]) -> list[Result]:
+    """Return one result per test and place."""
+    found: dict[tuple[str, str], Result] = {}
+    for line in lines:
+        row = json.loads(line)
+        key = (row["test"], row["place"])
+        result = found.setdefault(key, Result(*key, guarantees=[]))
+        result.guarantees = sorted({*result.guarantees, *row["guarantees"]})
+        setattr(result, row["outcome"], getattr(result, row["outcome"]) + 1)
+        for name, value in row["figures"].items():
+            low, high = result.figures.get(name, [value, value])
+            result.figures[name] = [min(low, value), max(high, value)]
+    return list(found.values())
+
+
+def merge(old: Sequence[Result], new: Sequence[Result]) -> list[Result]:
+    of = {(result.test, result.place): result for result in (*old, *new)}
+    return [of[key] for key in sorted(of)]
+
+
+def read_results() -> list[Result]:
+    return [Result(**row) for row in json.loads(RESULTS.read_text())] if RESULTS.exists() else []
+
+
+def read_promises() -> dict[int, dict[str, str]]:
+    return {int(number): entry for number, entry in tomllib.loads(PROMISES.read_text()).items()}
+
+
+def tables(promises: dict[int, dict[str, str]], results: Sequence[Result]) -> str:
+    """Return the generated part of the page."""
+    of = defaultdict[int, list[Result]](list)
+    for result in results:
+        for number in result.guarantees:
+            of[number].append(result)
+    lines = ["| # | fault | what holds | " + " | ".join(PLACES) + " | measured |", "|---" * (4 + len(PLACES)) + "|"]
+    for number, promise in promises.items():
+        cells = [_cell([r for r in of[number] if r.place == place]) for place in PLACES]
+        measured = _figures(of[number])
+        lines.append(" | ".join([f"| {number}", promise["fault"], promise["holds"], *cells, measured]) + " |")
+    lines += ["", "| # | tests |", "|---|---|"]
+    for number in promises:
+        names = ", ".join(f"`{name}`" for name in sorted({result.test for result in of[number]}))
+        lines.append(f"| {number} | {names or '*none*'} |")
+    return "\n".join(lines)
+
+
+def _cell(results: Sequence[Result]) -> str:
+    passed, failed = sum(r.passed for r in results), sum(r.failed for r in results)
+    return "" if not passed + failed else f"{passed} of {passed + failed}" if failed else str(passed)
+
+
+def _figures(results: Sequence[Result]) -> str:
+    """Return the range of each figure, over the tests of each place."""
+    said = []
+    for name, text in FIGURES.items():
+        ranges = []
+        for place in PLACES:
+            found = [r.figures[name] for r in results if r.place == place and name in r.figures]
+            if found:
+                low, high = min(low for low, _ in found), max(high for _, high in found)
+                ranges.append(f"{_number(low)} to {_number(high)}" if _number(low) != _number(high) else _number(high))
+                ranges[-1] += f" ({place})"
+        if ranges:
+            said.append(text.format(", ".join(ranges)))
+    return "; ".join(said)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.2g}" if isinstance(value, float) and abs(value) < 10 else f"{value:.0f}"
+
+
+def render(page: str, promises: dict[int, dict[str, str]], results: Sequence[Result]) -> str:
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{tables(promises, results)}\n{END}{after}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.guarantees", description=__doc__)
+    parser.add_argument("files", type=Path, nargs="*")
+    new = read_lines(line for path in parser.parse_args().files for line in path.read_text().splitlines())
+    results = merge(read_results(), new)
+    RESULTS.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    PAGE.write_text(render(PAGE.read_text(), read_promises(), results))
+    failed = [f"{result.test} ({result.place})" for result in results if result.failed]
+    print(f"{len(results)} results, {len(failed)} with failures", *failed, sep="\n")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
