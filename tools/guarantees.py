@@ -24,22 +24,22 @@ BEGIN, END = "<!-- made by `make guarantees`: begin -->", "<!-- end -->"
 
 PLACES = ("local", "namespaces", "SLURM", "Kubernetes", "Ray")
 FIGURES = {
-    "detected_s": "detected after {} s",
-    "back_s": "back after {} s",
-    "gone_s": "nothing runs after {} s",
-    "closed_s": "closed after {} s",
-    "first_s": "first fragment after {} s",
+    "detected_s": "detected, s: {}",
+    "back_s": "back, s: {}",
+    "gone_s": "nothing runs after, s: {}",
+    "closed_s": "closed, s: {}",
+    "first_s": "first fragment, s: {}",
     "lost_steps": "lost steps: {}",
-    "throughput": "throughput {} of the undisturbed",
-    "memory_mib": "head memory +{} MiB",
-    "minutes": "{} minutes",
-    "difference": "difference in return {}",
+    "throughput": "throughput, of the undisturbed: {}",
+    "memory_mib": "head memory, MiB more: {}",
+    "minutes": "minutes: {}",
+    "difference": "difference in return: {}",
 }
 
 
 @dataclass
 class Result:
-    """What the last run of one test in one place gave."""
+    """What the last run of one test in one place gave, for cases with the same guarantees."""
 
     test: str
     place: str
@@ -53,13 +53,12 @@ class Result:
 
 
 def read_lines(lines: Iterable[str]) -> list[Result]:
-    """Return one result per test and place."""
-    found: dict[tuple[str, str], Result] = {}
+    """Return one result per test, place and guarantees."""
+    found: dict[Any, Result] = {}
     for line in lines:
         row = json.loads(line)
-        key = (row["test"], row["place"])
-        result = found.setdefault(key, Result(*key, guarantees=[]))
-        result.guarantees = sorted({*result.guarantees, *row["guarantees"]})
+        new = Result(row["test"], row["place"], row["guarantees"])
+        result = found.setdefault(_key(new), new)
         setattr(result, row["outcome"], getattr(result, row["outcome"]) + 1)
         for name, value in row["figures"].items():
             low, high = result.figures.get(name, [value, value])
@@ -68,19 +67,24 @@ def read_lines(lines: Iterable[str]) -> list[Result]:
 
 
 def merge(old: Sequence[Result], new: Sequence[Result]) -> list[Result]:
-    of = {(result.test, result.place): result for result in (*old, *new)}
-    return [of[key] for key in sorted(of)]
+    """Replace the results of tests that ran again in the same place; keep the others."""
+    again = {(result.test, result.place) for result in new}
+    return sorted([*new, *(result for result in old if (result.test, result.place) not in again)], key=_key)
+
+
+def _key(result: Result) -> Any:
+    return result.test, result.place, tuple(result.guarantees)
 
 
 def read_results() -> list[Result]:
     return [Result(**row) for row in json.loads(RESULTS.read_text())] if RESULTS.exists() else []
 
 
-def read_promises() -> dict[int, dict[str, str]]:
+def read_promises() -> dict[int, dict[str, Any]]:
     return {int(number): entry for number, entry in tomllib.loads(PROMISES.read_text()).items()}
 
 
-def tables(promises: dict[int, dict[str, str]], results: Sequence[Result]) -> str:
+def tables(promises: dict[int, dict[str, Any]], results: Sequence[Result]) -> str:
     """Return the generated part of the page."""
     of = defaultdict[int, list[Result]](list)
     for result in results:
@@ -89,7 +93,7 @@ def tables(promises: dict[int, dict[str, str]], results: Sequence[Result]) -> st
     lines = ["| # | fault | what holds | " + " | ".join(PLACES) + " | measured |", "|---" * (4 + len(PLACES)) + "|"]
     for number, promise in promises.items():
         cells = [_cell([r for r in of[number] if r.place == place]) for place in PLACES]
-        measured = _figures(of[number])
+        measured = _figures(of[number], promise.get("figures", ()))
         lines.append(" | ".join([f"| {number}", promise["fault"], promise["holds"], *cells, measured]) + " |")
     lines += ["", "| # | tests |", "|---|---|"]
     for number in promises:
@@ -103,10 +107,10 @@ def _cell(results: Sequence[Result]) -> str:
     return "" if not passed + failed else f"{passed} of {passed + failed}" if failed else str(passed)
 
 
-def _figures(results: Sequence[Result]) -> str:
-    """Return the range of each figure, over the tests of each place."""
+def _figures(results: Sequence[Result], names: Sequence[str]) -> str:
+    """Return the range of each of these figures, over the tests of each place."""
     said = []
-    for name, text in FIGURES.items():
+    for name in names:
         ranges = []
         for place in PLACES:
             found = [r.figures[name] for r in results if r.place == place and name in r.figures]
@@ -115,7 +119,7 @@ def _figures(results: Sequence[Result]) -> str:
                 ranges.append(f"{_number(low)} to {_number(high)}" if _number(low) != _number(high) else _number(high))
                 ranges[-1] += f" ({place})"
         if ranges:
-            said.append(text.format(", ".join(ranges)))
+            said.append(FIGURES[name].format(", ".join(ranges)))
     return "; ".join(said)
 
 
@@ -123,7 +127,7 @@ def _number(value: Any) -> str:
     return f"{value:.2g}" if isinstance(value, float) and abs(value) < 10 else f"{value:.0f}"
 
 
-def render(page: str, promises: dict[int, dict[str, str]], results: Sequence[Result]) -> str:
+def render(page: str, promises: dict[int, dict[str, Any]], results: Sequence[Result]) -> str:
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{tables(promises, results)}\n{END}{after}"
