@@ -79,7 +79,8 @@ class Collection:
     def _prepare(self, num_steps: int, num_sides: int = 2) -> None:
         driver = self._driver
         try:
-            self._settle()
+            while not all(fragment.is_late for fragment in self.fragments.running):
+                driver.advance(None)
         except PolicyError:
             self.fragments.abandon()
             raise
@@ -87,6 +88,7 @@ class Collection:
         driver.collecting.samples = self.sync.samples(num_steps, driver.num_envs)
         layout = driver.collecting.memory_for(num_steps, num_sides)
         if layout is not None:
+            assert not any(self.fragments), "late fragments are in the present memory"
             driver.collecting.use_memory(layout, driver.executor.allocate_arena(layout))
 
     def _settle(self) -> None:
@@ -101,19 +103,26 @@ class Collection:
         driver.collecting.begin(self._policy.knobs(), is_leaving, time.monotonic())
         driver.carry_out()
 
-    def wait_for_rollout(self, timeout_s: float | None) -> list[Fragment]:
-        """Wait until every worker's fragment has arrived."""
+    def wait_for_rollout(self, timeout_s: float | None, deadline_s: float | None) -> list[Fragment]:
+        """Wait until every worker's fragment has arrived; after `deadline_s`, until one has."""
         driver, fragments = self._driver, self.fragments
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        begin = time.monotonic()
+        deadline = None if timeout_s is None else begin + timeout_s
+        late_at = None if deadline_s is None else begin + deadline_s
         try:
             while fragments.unfinished:
                 self._begin()  # a worker may have come back
-                if deadline is not None and time.monotonic() >= deadline:
+                now = time.monotonic()
+                is_late = late_at is not None and now >= late_at
+                if is_late and fragments.has_data:
+                    break
+                if deadline is not None and now >= deadline:
                     raise DeadlineError(
                         f"workers {fragments.unfinished} have not finished their fragments within {timeout_s} s. "
                         "Nothing is lost: call again"
                     )
-                driver.advance(deadline)
+                waits = (deadline, None if is_late else late_at)
+                driver.advance(min((at for at in waits if at is not None), default=None))
         except DeadlineError:
             raise
         except BaseException:
@@ -209,8 +218,12 @@ class Collection:
         return batch
 
     def _part(self, fragment: Fragment) -> Part:
-        worker, result, side = fragment.worker, fragment.result, self._driver.collecting.side(fragment.side)
-        slots = self._driver.slots_of[worker]
+        worker, result, slots = fragment.worker, fragment.result, self._driver.slots_of[fragment.worker]
+        if not fragment.num_steps:
+            self.counts.counts["late_fragments"] += 1
+            arrays, incarnations = self._driver.collecting.waiting(worker)
+            return Part(worker, slots, arrays, None, 0, incarnations, int(self._sequence[worker]))
+        side = self._driver.collecting.side(fragment.side)
         if fragment.is_last and result is not None:
             result = end_episodes(side, slots[0], len(slots), result)
         self._sequence[worker] += 1

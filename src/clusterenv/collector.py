@@ -93,7 +93,13 @@ class Collector:
 
     @uninterrupted
     def rollout(
-        self, num_steps: int, timeout_s: float | None = None, copy: bool = True, *, balance: bool = False
+        self,
+        num_steps: int,
+        timeout_s: float | None = None,
+        copy: bool = True,
+        *,
+        balance: bool = False,
+        deadline_s: float | None = None,
     ) -> Rollout:
         """Collect `num_steps` steps of every environment, acted by the agent with its current weights.
 
@@ -105,11 +111,14 @@ class Collector:
             balance: slower workers collect fewer steps, by their speed in earlier rollouts, so that all finish at the
                 same time; the other rows of their columns are not valid. How many rows a slot gets then depends on
                 timing; what is in them does not.
+            deadline_s: do not wait longer for slow workers, once there is a fragment of another one: the columns of
+                those that are late are not valid, and the next rollout has their fragments.
         """
         expect("rollout", "num_steps", num_steps, int, least=1)
         expect("rollout", "timeout_s", timeout_s, float | None, least=0)
         expect("rollout", "copy", copy, bool)
         expect("rollout", "balance", balance, bool)
+        expect("rollout", "deadline_s", deadline_s, float | None, least=0)
         self._envs._ready_to_collect(self, "rollout")
         begin = time.perf_counter()
         collection, fragments = self._collection, self._collection.fragments
@@ -117,14 +126,14 @@ class Collector:
             raise UsageError("another collector's fragment is under way: take it with its rollout(), or reset() first")
         if fragments.mode is Mode.ROLLOUT and fragments.num_steps != num_steps:
             raise UsageError(
-                f"a fragment of {fragments.num_steps} steps is under way (prefetch, or a call that timed out): "
-                f"ask for {fragments.num_steps} steps, or reset() first"
+                f"a fragment of {fragments.num_steps} steps is under way (prefetch, a call that timed out, or a late "
+                f"worker): ask for {fragments.num_steps} steps, or reset() first"
             )
-        if fragments.mode is Mode.IDLE:
+        if not fragments.is_rollout_begun:
             self._start(num_steps, balance)
         elif not self._sync.is_attached:
             collection.decide_all()  # another collector has evaluated: lost fragments run again with this policy
-        batch = collection.batch(collection.wait_for_rollout(timeout_s), num_steps, copy)
+        batch = collection.batch(collection.wait_for_rollout(timeout_s, deadline_s), num_steps, copy)
         if self._prefetch:
             self._start(num_steps, balance)
         self._counts.waiting_s += self._count_time(begin) - begin
@@ -268,7 +277,7 @@ class Collector:
         """Continue versions and counters; actions come from the random streams of the slots' new incarnations."""
         if self._collection.fragments.owner is self._counts:
             raise UsageError(
-                "load_state_dict() while a fragment is under way (prefetch, or a call that timed out): "
+                "load_state_dict() while a fragment is under way (prefetch, a call that timed out, or a late worker): "
                 "take it with rollout(), or reset() first"
             )
         self._sync.publisher.resume(state["version"])

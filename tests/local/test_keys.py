@@ -28,6 +28,8 @@ from clusterenv.transport.keys import (
     write_joining,
 )
 
+pytestmark = pytest.mark.guarantee(25)
+
 
 @pytest.fixture
 def joining():
@@ -152,8 +154,6 @@ FULL = """
 import resource, sys
 import clusterenv as ce
 from clusterenv.backends.launch.folder import RunFolder
-
-pytestmark = pytest.mark.guarantee(25)
 
 def fill(*_):
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

@@ -17,6 +17,8 @@ import clusterenv as ce
 from loopback_agents import Loopback, meanwhile, wait_for
 from toys import Trouble, linear
 
+pytestmark = pytest.mark.guarantee(17)
+
 
 def policy():
     return ce.NumpyPolicy(linear, {"w": np.ones((4, 3), np.float32)}, dist="categorical")
@@ -103,8 +105,6 @@ HEAD = """
 import sys
 import clusterenv as ce
 from loopback_agents import Loopback
-
-pytestmark = pytest.mark.guarantee(17)
 
 agent, folder = sys.argv[1:]
 

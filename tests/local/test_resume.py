@@ -18,6 +18,8 @@ from clusterenv.journal import BLOCK
 from clusterenv.testing import Virtual
 from seed_ledger import environment, make, read, repeated
 
+pytestmark = pytest.mark.guarantee(13)
+
 _FRAGILE = ce.Recovery(max_restarts=10**6, backoff_s=(0.0, 0.0))
 
 _SCRIPT = """
@@ -25,8 +27,6 @@ import functools, sys
 import numpy as np
 import clusterenv as ce
 from seed_ledger import make
-
-pytestmark = pytest.mark.guarantee(13)
 
 journal, ledger, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
 recovery = ce.Recovery(max_restarts=10**6, backoff_s=(0.0, 0.0))

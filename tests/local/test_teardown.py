@@ -20,6 +20,8 @@ import fake_slurm
 from clusterenv.system.teardown import OwnThread, Teardown
 from loopback_agents import Loopback, wait_for
 
+pytestmark = pytest.mark.guarantee(15)
+
 
 def in_listening_thread(envs, action):
     """Have the thread that listens to the nodes call `action` once, when it next looks at the clock."""
@@ -129,8 +131,6 @@ def test_a_second_interrupt_while_closing_leaves_no_key_and_no_job(tmp_path, mon
 NEVER_COMES = """
 import sys
 import clusterenv as ce
-
-pytestmark = pytest.mark.guarantee(15)
 
 backend = ce.Slurm(nodes=1, interface="lo", folder=sys.argv[1], python="false")
 ce.ClusterEnv("CartPole-v1", 1, backend=backend)

@@ -17,6 +17,8 @@ from clusterenv.errors import JournalError, StartError
 from clusterenv.events import EventLog
 from clusterenv.journal import BLOCK, ClusterRecord, Journal, discard
 
+pytestmark = pytest.mark.guarantee(13)
+
 _CLUSTER = ClusterRecord("0a1b2c3d", "/nowhere", "tcp://10.0.0.1:5000", 5000, "public", "secret", ("a", "b"), 2, 2)
 
 _KILLED = """
@@ -52,8 +54,6 @@ _HOLDER = """
 import sys
 from clusterenv.events import EventLog
 from clusterenv.journal import Journal
-
-pytestmark = pytest.mark.guarantee(13)
 journal = Journal(sys.argv[1], EventLog())
 print("here", flush=True)
 sys.stdin.read()

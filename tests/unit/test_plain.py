@@ -31,6 +31,8 @@ from clusterenv.wire import infos
 from clusterenv.wire import requests as messages
 from clusterenv.wire.plain import PlainCodec
 
+pytestmark = pytest.mark.guarantee(23)
+
 
 class Pair(NamedTuple):
     left: Any
@@ -1064,8 +1066,6 @@ def hook(event, args):
         seen.add(event)
 sys.addaudithook(hook)
 import pickle
-
-pytestmark = pytest.mark.guarantee(23)
 for name in ("load", "loads", "Unpickler", "_Unpickler", "_load", "_loads"):
     setattr(pickle, name, None)
 seen.clear()

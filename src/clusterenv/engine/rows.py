@@ -156,6 +156,10 @@ class Delivery:
         for shared, collected in zip(self.buffers.obs, last, strict=True):
             shared[side[rows], np.arange(rows.start, rows.stop)] = collected[rows]
 
+    def last_obs(self, slots: list[int]) -> list[Any]:
+        """Return the last observations of these slots, [N, ...] per leaf."""
+        return [array[self.buffers.side[slots], slots] for array in self.buffers.obs]
+
     def collected(self, slots: list[int], stepped: Any) -> None:
         """Record that a fragment of these slots arrived: they are within an episode. `stepped`: [N], its first row."""
         self.started[slots] = True

@@ -156,6 +156,12 @@ def specs_of(layout: ArenaLayout) -> tuple[ArraySpec, ...]:
     return tuple(specs)
 
 
+def empty_arrays(layout: ArenaLayout) -> FragmentArrays:
+    """Return arrays as those of a side, but zero and in private memory, of which the kernel maps what is read."""
+    specs = specs_of(layout)
+    return FragmentArrays(specs, [np.zeros(layout.shape(spec), spec.dtype) for spec in specs])
+
+
 class Side(FragmentArrays):
     """The arrays of one side."""
 

@@ -45,8 +45,8 @@ _OF_ALL = ("step", "call", "get_attr", "set_attr", "rollout", "stream", "evaluat
 _RESET_FIRST = "{call}() before reset(): call reset() first"
 _IN_FLIGHT = "{call}() while slots {slots} are in flight: recv() them first"
 _FRAGMENT = (
-    "{call}() while a fragment of {num_steps} steps is under way (prefetch, or a call that timed out): take it with "
-    "rollout({num_steps}), or reset()"
+    "{call}() while a fragment of {num_steps} steps is under way (prefetch, a call that timed out, or a late "
+    "worker): take it with rollout({num_steps}), or reset()"
 )
 _STREAM = "{call}() while a stream is open: leave its loop first (or close() the generator)"
 _INTERRUPTED = "{call}() after a step that was interrupted by an error or Ctrl-C: call reset() to go on"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clusterenv.memory.fragments import FragmentArrays, Side
+from clusterenv.memory.fragments import FragmentArrays
 from clusterenv.memory.rows import Leaf, assemble
 from clusterenv.rollout import Episodes, Rollout, map_arrays
 from clusterenv.wire.requests import Finals, FragmentResult
@@ -23,11 +23,11 @@ class Part(NamedTuple):
 
     worker: int
     slots: list[int]
-    side: Side
+    side: FragmentArrays
     result: FragmentResult | None
-    """None: lost and not run again; its columns are flagged invalid."""
+    """None: late, or lost and not run again; its columns are flagged invalid."""
     num_steps: int
-    """Steps that were requested: fewer than those of the batch if rollouts are balanced."""
+    """Steps that were requested: fewer than those of the batch if rollouts are balanced; 0: it is late."""
     incarnations: list[int]
     sequence: int
 
@@ -42,7 +42,7 @@ def put_together(parts: list[Part], num_steps: int, space: Any, leaves: tuple[Le
     for part in parts:
         if part.result is None or part.num_steps < num_steps:
             arrays = FragmentArrays(part.side.specs, part.side.part(num_steps, part.columns))
-            if part.result is None:
+            if part.result is None and part.num_steps:
                 arrays.lose_unplayed(0)
             else:
                 arrays.blank(part.num_steps)
@@ -51,7 +51,7 @@ def put_together(parts: list[Part], num_steps: int, space: Any, leaves: tuple[Le
     sides = {id(part.side) for part in parts}
     whole = len(sides) == 1 and slots == list(range(slots[0], slots[0] + n))
 
-    def take(pick: Callable[[Side], Any], rows: Any = steps) -> Any:
+    def take(pick: Callable[[FragmentArrays], Any], rows: Any = steps) -> Any:
         if whole:
             view = pick(parts[0].side)[rows, slots[0] : slots[0] + n]
             return np.array(view) if copy else view
@@ -123,7 +123,7 @@ def _join_results(parts: list[Part], num_steps: int, n: int, leaves: tuple[Leaf,
     return _Beside(versions, finals, final_at, _info_arrays(infos, num_steps, n), _episode_table(episodes))
 
 
-def _leaf(i: int, side: Side) -> Any:
+def _leaf(i: int, side: FragmentArrays) -> Any:
     return side.obs[i]
 
 
@@ -183,7 +183,7 @@ def size_of(part: Part) -> int:
     return int(total + sum(values.nbytes for values in part.result.finals.leaves))
 
 
-def end_episodes(side: Side, first: int, count: int, result: FragmentResult) -> FragmentResult:
+def end_episodes(side: FragmentArrays, first: int, count: int, result: FragmentResult) -> FragmentResult:
     """Truncate the episodes that continue after this fragment; its last observation becomes their final one.
 
     `first`, `count`: the columns of `side` that belong to the fragment.

@@ -20,7 +20,7 @@ from clusterenv.engine.requests import Kind, Request
 from clusterenv.engine.state import State
 from clusterenv.errors import PolicyError
 from clusterenv.events import Event
-from clusterenv.memory.fragments import Arena, ArenaLayout, Side
+from clusterenv.memory.fragments import Arena, ArenaLayout, FragmentArrays, Side, empty_arrays
 from clusterenv.memory.rows import leaves_of
 from clusterenv.policy.acting.distributions import Family
 from clusterenv.policy.acting.named import Named
@@ -95,6 +95,18 @@ class Collecting:
     def side(self, index: int) -> Side:
         assert self._arena is not None
         return self._arena.sides[index]
+
+    def waiting(self, worker: int) -> tuple[FragmentArrays, list[int]]:
+        """Return arrays without a row for a worker whose fragment is late, and its slots' incarnations.
+
+        They are not those of the fragment, which the worker may still write to.
+        """
+        assert self._arena is not None
+        slots = self._state.workers[worker].slots
+        arrays = empty_arrays(self._arena.layout)
+        for leaf, values in zip(arrays.obs, self._state.rows.last_obs(slots), strict=True):
+            leaf[0, slots] = values
+        return arrays, self._state.incarnations_of(slots)
 
     def close(self) -> None:
         self._arena = None  # views would keep the shared memory open

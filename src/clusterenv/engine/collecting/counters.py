@@ -21,7 +21,7 @@ _RECENT_BATCHES = 32
 _EVEN = 0.9
 """Workers that are at least this fast, compared with the fastest, get fragments of full length: times vary."""
 
-COUNTED = ("rollouts", "steps", "episodes", "invalid_rows", "dropped_fragments")
+COUNTED = ("rollouts", "steps", "episodes", "invalid_rows", "dropped_fragments", "late_fragments")
 
 
 class _Batch(NamedTuple):

@@ -49,6 +49,8 @@ class Fragment:
     """Of the worker's slots when it began."""
     is_wanted: bool = field(default=True, init=False)
     """False: it was abandoned while it ran. Its slots advance nevertheless."""
+    is_late: bool = field(default=False, init=False)
+    """Its rollout was delivered without it: it belongs to the next one."""
     is_last: bool = field(default=False, init=False)
     """Its slots move to another node: episodes that would continue after it are truncated."""
     result: FragmentResult | None = field(default=None, init=False)
@@ -82,6 +84,15 @@ class Fragments:
         """Workers whose fragment of the rollout has not arrived."""
         return [f.worker for f in self._in(FragmentState.QUEUED, FragmentState.RUNNING) if f.is_wanted]
 
+    @property
+    def is_rollout_begun(self) -> bool:
+        """Whether a rollout was started and not yet delivered; late fragments of the one before do not count."""
+        return self.mode is Mode.ROLLOUT and not all(fragment.is_late for fragment in self)
+
+    @property
+    def has_data(self) -> bool:
+        return any(fragment.result is not None for fragment in self._in(FragmentState.ARRIVED))
+
     def is_abandoned(self, worker: int) -> bool:
         """Return whether this worker still runs a fragment that was abandoned."""
         return any(not fragment.is_wanted for fragment in self._of[worker])
@@ -89,19 +100,26 @@ class Fragments:
     # -- beginning --------------------------------------------------------------------------------------------
 
     def start_rollout(self, num_steps: int, on_loss: OnLoss, owner: Counters, lengths: Sequence[int]) -> None:
-        """Queue a fragment for each worker, of at most `num_steps` steps: `lengths` has the steps of each."""
+        """Queue a fragment for each worker, of at most `num_steps` steps: `lengths` has the steps of each.
+
+        The late fragment of a worker is its fragment of this rollout.
+        """
         self._start(Mode.ROLLOUT, num_steps, owner)
         self.on_loss = on_loss
         self._side = 1 - self._side
         for worker, fragments in enumerate(self._of):
-            fragments.append(Fragment(worker, self._side, lengths[worker]))
+            if fragments:
+                fragments[0].is_late = False
+            else:
+                fragments.append(Fragment(worker, self._side, lengths[worker]))
 
     def start_stream(self, num_steps: int, num_sides: int, owner: Counters) -> None:
         self._start(Mode.STREAM, num_steps, owner)
         self._num_sides = num_sides
 
     def _start(self, mode: Mode, num_steps: int, owner: Counters) -> None:
-        assert self.mode is Mode.IDLE and not any(self), "fragments of an earlier call are under way"
+        is_free = all(fragment.is_late for fragment in self) and (mode is self.mode or self.mode is Mode.IDLE)
+        assert is_free, "fragments of an earlier call are under way"
         self.mode, self.num_steps, self.owner = mode, num_steps, owner
 
     def next(self, worker: int, is_leaving: bool) -> Fragment | None:
@@ -154,8 +172,12 @@ class Fragments:
                 self._of[worker].remove(fragment)
             elif self.on_loss == "mask":
                 self._arrive(fragment, None)
+            elif fragment.is_late:
+                self._of[worker].remove(fragment)  # the next rollout has another one
             else:
                 fragment.state = FragmentState.QUEUED
+        if self.mode is Mode.ROLLOUT and not any(self):
+            self._clear()
 
     def worker_moved(self, worker: int) -> None:
         """Let the last finished fragment that the learner has not received end the episodes of slots that move."""
@@ -167,10 +189,20 @@ class Fragments:
     # -- delivering -------------------------------------------------------------------------------------------
 
     def pop_rollout(self) -> list[Fragment]:
-        """Return the fragments of a complete rollout, by worker."""
-        taken = list(self)
-        assert all(fragment.state is FragmentState.ARRIVED for fragment in taken)
+        """Return the fragments of a rollout, by worker: of those that have not arrived, an empty one without a result.
+
+        Those that run are late. They are delivered with the next rollout.
+        """
+        taken, running, rollout = [], self.running, (self.mode, self.num_steps, self.owner)
+        for fragment in self:
+            if fragment.state is not FragmentState.ARRIVED:
+                fragment = Fragment(fragment.worker, fragment.side, 0)
+            taken.append(fragment)
         self._clear()
+        for fragment in running:
+            self.mode, self.num_steps, self.owner = rollout
+            fragment.is_late = True
+            self._of[fragment.worker].append(fragment)
         return taken
 
     def pop_next(self) -> Fragment | None:
