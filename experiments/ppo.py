@@ -60,8 +60,9 @@ class PPO(Learner):
         self._optimizer.param_groups[0]["lr"] = self.rate * max(0.05, 1.0 - self._seen / self._total)
         self._seen += batch.rewards.size
         batch = batch.torch(self.device)
-        obs = batch.obs.reshape(-1, *batch.obs.shape[2:])
-        actions = batch.actions.reshape(-1, *batch.actions.shape[2:])
+        usable = batch.valid.reshape(-1).nonzero().squeeze(-1)
+        obs = batch.obs.reshape(-1, *batch.obs.shape[2:])[usable]
+        actions = batch.actions.reshape(-1, *batch.actions.shape[2:])[usable]
         before = self.params(obs)
         if isinstance(self.actor, _Gaussian):
             self.actor.scaled.see(obs)
@@ -74,7 +75,8 @@ class PPO(Learner):
             weights, centre = batch.valid.float().reshape(-1), batch.logprobs.reshape(-1)
         scaled = type(batch)(**{**vars(batch), "rewards": batch.rewards * self.reward_scale})
         estimate = gae(scaled, self.critic, self.gamma, self.lam)
-        advantages, returns = estimate.advantages.reshape(-1), estimate.returns.reshape(-1)
+        weights, centre = weights[usable], centre[usable]
+        advantages, returns = (values.reshape(-1)[usable] for values in (estimate.advantages, estimate.returns))
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
         for epoch in range(self.epochs):
             for i, rows in enumerate(torch.randperm(len(obs), device=self.device).split(self.minibatch)):

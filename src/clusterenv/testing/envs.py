@@ -33,7 +33,7 @@ class Fragile(gym.Env[Any, Any]):
         if action == KILL_WORKER:
             os.kill(os.getpid(), signal.SIGKILL)
         if action == KILL_NODE:
-            os.kill(_agent(), signal.SIGKILL)
+            os.kill(agent_process(), signal.SIGKILL)
         self._count += 1
         return self._observation(), 1.0, False, False, {}
 
@@ -42,13 +42,13 @@ class Fragile(gym.Env[Any, Any]):
 
         A new namespace may reuse the number of an old one: the start time of the agent distinguishes them.
         """
-        agent = _agent()
+        agent = agent_process()
         return {"worker": os.getpid(), "agent": agent, "where": machine(), "began": process_start(agent)}
 
     def _observation(self) -> Any:
         return np.array([self._count], dtype=np.float64)
 
 
-def _agent() -> int:
+def agent_process() -> int:
     """Return the process number of the node agent: the parent of the fork server, which is the parent of a worker."""
     return int(Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[1])
