@@ -20,7 +20,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -32,7 +32,7 @@ from experiments.__main__ import DATA, about
 from experiments.arms import TASKS
 from experiments.ppo import PPO
 from experiments.records import score
-from experiments.run import LATE, curve
+from experiments.run import curve
 from experiments.stats import MARGIN, Interval, difference, pass_rate
 
 TASK = "CartPole PPO"
@@ -101,35 +101,28 @@ def run(seed: int, has_faults: bool, steps_share: float = 1.0) -> dict[str, Any]
         "invalid_rows": stats["invalid_rows"],
         "events": dict(events),
         "curve": curve(when, returns, steps),
-        "late_return": round(float(returns[when > LATE * steps].mean()), 3),
         "seconds": round(time.perf_counter() - begin, 1),
     }
 
 
 class Verdict(NamedTuple):
     seeds: int
-    whole: Interval
-    """Difference of the scores over the whole run, with faults minus without."""
-    late: Interval
-    """The same of the last tenth."""
+    difference: Interval
+    """Of the scores, with faults minus without. A score is the mean return over the whole run, from 0 to 1."""
     power: float
     """How often a learner that is no different would pass with so many seeds."""
 
     @property
     def is_non_inferior(self) -> bool:
-        return self.whole.low > -MARGIN
+        return self.difference.low > -MARGIN
 
 
 def verdict(records: list[dict[str, Any]]) -> Verdict:
     of = {(record["seed"], record["has_faults"]): record for record in records}
     seeds = [seed for seed, has_faults in sorted(of) if not has_faults and (seed, True) in of]
 
-    def scores(has_faults: bool, part: Literal["area", "late"]) -> list[float]:
-        return [score(of[seed, has_faults], part) for seed in seeds]
-
-    whole = difference(scores(True, "area"), scores(False, "area"))
-    late = difference(scores(True, "late"), scores(False, "late"))
-    return Verdict(len(seeds), whole, late, pass_rate(scores(False, "area"), len(seeds)))
+    disturbed, undisturbed = ([score(of[seed, has_faults]) for seed in seeds] for has_faults in (True, False))
+    return Verdict(len(seeds), difference(disturbed, undisturbed), pass_rate(undisturbed, len(seeds)))
 
 
 def read_records(path: Path = PATH) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from experiments.offpolicy import DQN, SAC
 from experiments.parts import Learner
 from experiments.ppo import PPO
 
-__all__ = ["LATE", "curve", "run_arm", "schedule"]
+__all__ = ["curve", "run_arm", "schedule"]
 
 LEARNERS: dict[str, Callable[..., Learner]] = {"PPO": PPO, "DQN": DQN, "SAC": SAC}
 CURVE_POINTS = 25
