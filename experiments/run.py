@@ -27,7 +27,7 @@ from experiments.offpolicy import DQN, SAC
 from experiments.parts import Learner
 from experiments.ppo import PPO
 
-__all__ = ["curve", "run_arm", "schedule"]
+__all__ = ["run_arm", "schedule"]
 
 LEARNERS: dict[str, Callable[..., Learner]] = {"PPO": PPO, "DQN": DQN, "SAC": SAC}
 CURVE_POINTS = 25
@@ -100,7 +100,7 @@ def run_arm(
         "drift_at_pull": _quantiles(watch.at_pull),
         "ess": _quantiles(learner.ess),
         "lag_mean": round(float(lags.mean()), 3),
-        "curve": curve(when, returns, steps),
+        "curve": _curve(when, returns, steps),
         "late_return": round(float(late.mean()), 3) if len(late) else None,
         "mean_return": round(float(returns.mean()), 3) if len(returns) else None,
         "final_return": round(final, 3),
@@ -211,7 +211,7 @@ def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
     return {name: float(f"{value:.4g}") for name, value in named.items()}
 
 
-def curve(when: Any, returns: Any, steps: int) -> list[float | None]:
+def _curve(when: Any, returns: Any, steps: int) -> list[float | None]:
     """Mean return of the episodes that ended in each of 25 equal parts of the run."""
     part = np.minimum((when * CURVE_POINTS - 1) // steps, CURVE_POINTS - 1) if len(when) else when
     means = [returns[part == i].mean() if (part == i).any() else None for i in range(CURVE_POINTS)]
