@@ -2,8 +2,8 @@
 
 PPO on CartPole, on two nodes of real processes: once without faults, once with environments that raise, return NaN,
 are slow, hang, or kill their worker or their node, one fault in about 2,000 steps. Both learn from the same number of
-valid rows. The policy is evaluated ten times on environments without faults: the episodes of the run itself do not tell,
-because faults end long ones more often. Non-inferior: the lower end of the 95 % interval of the difference of scores is
+valid rows. The policy is evaluated ten times on environments without faults, because faults end long episodes of the
+run itself more often than short ones. Non-inferior: the lower end of the 95 % interval of the difference of scores is
 above -0.05, as in docs/evidence.md.
 """
 

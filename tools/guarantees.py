@@ -33,7 +33,8 @@ FIGURES = {
     "throughput": "throughput, of the undisturbed: {}",
     "memory_mib": "head memory, MiB more: {}",
     "minutes": "minutes: {}",
-    "difference": "difference in return: {}",
+    "difference": "difference of scores: {}",
+    "difference_low": "lower end of its 95 % interval: {}",
 }
 
 
