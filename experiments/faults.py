@@ -157,8 +157,13 @@ def main() -> int:
     jobs = [(seed, faults) for seed in range(1, options.seeds + 1) for faults in (False, True)]
     jobs, stamp = [job for job in jobs if job not in done], about()
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool, options.data.open("a") as file:
-        for count, future in enumerate(as_completed([pool.submit(run, *job) for job in jobs]), 1):
-            record = future.result()
+        futures = [pool.submit(run, *job) for job in jobs]
+        for count, future in enumerate(as_completed(futures), 1):
+            try:
+                record = future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
             file.write(json.dumps(record | stamp) + "\n")
             file.flush()
             print(f"{count} of {len(jobs)}: {record}", file=sys.stderr, flush=True)

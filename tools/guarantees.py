@@ -1,13 +1,15 @@
-"""Write docs/guarantees.md from test results: `python -m tools.guarantees [RESULTS ...]`.
+"""Write docs/guarantees.md from test results: `python -m tools.guarantees [RESULTS ...] [--soak F] [--hostile F]`.
 
 Results are the lines that test runs with CLUSTERENV_GUARANTEES=FILE have appended. They are merged into
 docs/guarantees/results.json, where those of another test or place stay; then the tables of the page are made anew.
+`--soak` and `--hostile` name the folders of reports of `make soak`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tomllib
 from collections import defaultdict
@@ -20,6 +22,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "guarantees.md"
 PROMISES = DOCS / "guarantees" / "promises.toml"
 RESULTS = DOCS / "guarantees" / "results.json"
+SOAK = DOCS / "guarantees"
 BEGIN, END = "<!-- made by `make guarantees`: begin -->", "<!-- end -->"
 
 PLACES = ("local", "namespaces", "SLURM", "Kubernetes", "Ray")
@@ -65,6 +68,28 @@ def read_lines(lines: Iterable[str]) -> list[Result]:
             low, high = result.figures.get(name, [value, value])
             result.figures[name] = [min(low, value), max(high, value)]
     return list(found.values())
+
+
+def read_soak(folder: Path) -> Result:
+    """Return the result of `make soak`; its report and plot go to the page."""
+    report = json.loads((folder / "report.json").read_text())
+    (SOAK / "soak.json").write_text(json.dumps(report, indent=1) + "\n")
+    shutil.copy(folder / "soak.png", SOAK / "soak.png")
+    figures = {"minutes": [report["minutes"]] * 2}
+    return _of_report("tools.soak", report, 29, figures)
+
+
+def read_hostile(folder: Path) -> Result:
+    """Return the result of `make soak SOAK="--hostile"`."""
+    report = json.loads((folder / "hostile.json").read_text())
+    figures = {"throughput": [report["share"]] * 2, "memory_mib": [report["head_mib"]] * 2}
+    return _of_report("tools.soak --hostile", report, 22, figures)
+
+
+def _of_report(name: str, report: dict[str, Any], number: int, figures: dict[str, list[float]]) -> Result:
+    is_good = not report["problems"]
+    place = "namespaces" if "namespace" in report["where"] else "local"
+    return Result(name, place, [number], passed=int(is_good), failed=int(not is_good), figures=figures)
 
 
 def merge(old: Sequence[Result], new: Sequence[Result]) -> list[Result]:
@@ -131,13 +156,40 @@ def _number(value: Any) -> str:
 def render(page: str, promises: dict[int, dict[str, Any]], results: Sequence[Result]) -> str:
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{tables(promises, results)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{tables(promises, results)}\n{soak_text()}{END}{after}"
+
+
+def soak_text() -> str:
+    """Return the summary of the last soak."""
+    if not (SOAK / "soak.json").exists():
+        return ""
+    report = json.loads((SOAK / "soak.json").read_text())
+    balance, rows, growth = (report[name] for name in ("balance", "rows", "growth"))
+    faults = sum(report["faults"].values())
+    text = [
+        f"{report['minutes']:g} minutes on {report['where']}, seed {report['seed']}: {faults} faults of "
+        f"{len(report['faults'])} kinds ({report['missed']} more found their process gone).",
+        f"Transitions: {', '.join(f'{name} {number:,}' for name, number in balance.items())}.",
+        f"Rows by {', '.join(f'`{name}` {number:,}' for name, number in rows.items())}.",
+        "Longest call, s: " + ", ".join(f"`{name}` {s:.1f}" for name, s in report["longest_call_s"].items()) + ".",
+        "Growth from the second eighth to the last: "
+        + ", ".join(f"{name} {by:g}" for name, by in growth.items())
+        + ".",
+        f"Problems: {'; '.join(report['problems']) or 'none'}.",
+    ]
+    lines = "\n".join(f"- {line}" for line in text)
+    return f"\n## The last soak\n\n{lines}\n\n![Memory, descriptors and threads during the soak](guarantees/soak.png)\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.guarantees", description=__doc__)
     parser.add_argument("files", type=Path, nargs="*")
-    new = read_lines(line for path in parser.parse_args().files for line in path.read_text().splitlines())
+    parser.add_argument("--soak", type=Path, default=None)
+    parser.add_argument("--hostile", type=Path, default=None)
+    options = parser.parse_args()
+    new = read_lines(line for path in options.files for line in path.read_text().splitlines())
+    new += [read_soak(options.soak)] if options.soak else []
+    new += [read_hostile(options.hostile)] if options.hostile else []
     results = merge(read_results(), new)
     RESULTS.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
     PAGE.write_text(render(PAGE.read_text(), read_promises(), results))

@@ -57,7 +57,7 @@ def test_a_short_soak(tmp_path):
     report = soak(3, 0.6, tmp_path, every_s=2.0)
     assert not report.problems and report.faults and report.balance["delivered"] > 1000
     assert json.loads((tmp_path / "report.json").read_text())["balance"] == report.balance
-    assert (tmp_path / "soak.svg").stat().st_size and (tmp_path / "samples.csv").read_text().startswith(
+    assert (tmp_path / "soak.png").stat().st_size and (tmp_path / "samples.csv").read_text().startswith(
         "time_s,head_mib"
     )
 

@@ -270,5 +270,5 @@ def _write(report: Report, folder: Path, sampler: samples.Sampler, injectors: li
         report.growth = {name: round(samples.growth(taken, name), 2) for name in samples.GROWTH}
         report.problems += samples.judge(taken)
         samples.write(taken, folder / "samples.csv")
-        samples.draw(taken, [fault.at_s for fault in done], folder / "soak.svg")
+        samples.draw(taken, [fault.at_s for fault in done], folder / "soak.png")
     (folder / "report.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
