@@ -47,7 +47,8 @@ class Recovery:
     backoff_s: tuple[float, float] = (1.0, 60.0)
     """Wait before the second restart in the window, doubled for each further one up to the second value."""
     check: bool = True
-    """Refuse actions outside their space; flag observations and rewards that are NaN, infinite or misshapen."""
+    """Refuse actions outside their space; flag observations and rewards that are NaN, infinite or (of the discrete
+    spaces) out of bounds. Shapes and dtypes are always checked."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -10,6 +10,7 @@ dies in the middle of a row cannot corrupt the last observation that the user sa
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,35 +32,45 @@ class Leaf:
     path: tuple[str | int, ...]
     shape: tuple[int, ...]
     dtype: str | None
-    low: int | None = None
-    high: int | None = None
-    """Bounds of a Discrete leaf, checked because an index outside them is always a bug."""
+    low: int | tuple[int, ...] | None = None
+    high: int | tuple[int, ...] | None = None
+    """Bounds of a Discrete, MultiDiscrete or MultiBinary leaf (`high` is excluded), checked because an index outside
+    them is always a bug; a tuple has one for each element. A Box has none: many environments exceed theirs a little."""
 
     @property
     def name(self) -> str:
         return "".join(f"[{part!r}]" for part in self.path)
 
     def unusable(self, values: Any) -> Any | None:
-        """Return which of these values [..., *shape] are not finite, or outside a Discrete space; None: none of them.
+        """Return which of these values [..., *shape] are not finite, or outside the bounds; None: none of them.
 
         To check more of a space, do it here; if its values are floats, also in `finite_checker`.
         """
-        if values.dtype.kind in "fc":
-            usable = np.isfinite(values)
-        elif self.low is not None:
-            usable = (values >= self.low) & (values < self.high)
-        else:
-            return None
-        if usable.all():
+        usable = self._usable(values)
+        if usable is None or usable.all():
             return None
         return ~usable.all(axis=tuple(range(values.ndim - len(self.shape), values.ndim)))
+
+    def _usable(self, values: Any) -> Any | None:
+        if values.dtype.kind in "fc":
+            return np.isfinite(values)
+        if self.low is None or self.high is None:
+            return None
+        return (values >= _bounds(self.low, self.shape)) & (values < _bounds(self.high, self.shape))
 
     def problem(self, value: Any) -> str:
         """Return what is wrong with an unusable value."""
         if value.dtype.kind in "fc":
             return f"observation{self.name} is not finite: {value!r}"
-        assert self.high is not None
-        return f"observation{self.name} is {value}, its space says {self.low} to {self.high - 1}"
+        at = tuple(int(i) for i in np.argwhere(~np.asarray(self._usable(value)))[0])  # of the first wrong element
+        low, high = (np.broadcast_to(_bounds(bound, self.shape), self.shape)[at] for bound in (self.low, self.high))
+        where = "".join(f"[{i}]" for i in at)
+        return f"observation{self.name}{where} is {value[at]}, its space says {low} to {high - 1}"
+
+
+@functools.lru_cache
+def _bounds(bound: int | tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    return bound if isinstance(bound, int) else np.reshape(bound, shape)
 
 
 def leaves_of(space: Space[Any], path: tuple[str | int, ...] = ()) -> list[Leaf]:
@@ -69,11 +80,24 @@ def leaves_of(space: Space[Any], path: tuple[str | int, ...] = ()) -> list[Leaf]
     if isinstance(space, spaces.Tuple):
         return [leaf for i, sub in enumerate(space.spaces) for leaf in leaves_of(sub, (*path, i))]
     if isinstance(space, _FIXED) and space.dtype is not None and np.dtype(space.dtype).kind in "biufc":
-        shape = tuple(space.shape or ())
-        if isinstance(space, spaces.Discrete):
-            return [Leaf(path, shape, np.dtype(space.dtype).str, int(space.start), int(space.start + space.n))]
-        return [Leaf(path, shape, np.dtype(space.dtype).str)]
+        return [Leaf(path, tuple(space.shape or ()), np.dtype(space.dtype).str, *_bounds_of(space))]
     return [Leaf(path, (), None)]
+
+
+def _bounds_of(space: Space[Any]) -> tuple[Any, Any]:
+    if isinstance(space, spaces.Discrete):
+        return int(space.start), int(space.start + space.n)
+    if isinstance(space, spaces.MultiDiscrete):
+        return _plain(space.start), _plain(space.start + space.nvec)
+    if isinstance(space, spaces.MultiBinary):
+        return 0, 2
+    return None, None
+
+
+def _plain(bound: Any) -> int | tuple[int, ...]:
+    """Return one number if all elements have the same bound, because that compares faster."""
+    values = tuple(bound.reshape(-1).tolist())
+    return values[0] if len(set(values)) == 1 else values
 
 
 def flatten(space: Space[Any], value: Any) -> Iterator[Any]:
@@ -162,13 +186,22 @@ class Buffers:
         self.actions: list[Any] = list(rest)  # [N, ...]; empty where actions are objects
 
 
-def coerce(value: Any, leaf: Leaf, what: str) -> Any:
-    """Return `value` as an array; raise ValueError unless it has the leaf's shape and a dtype of the same kind."""
-    array = np.asarray(value)
-    if array.shape != leaf.shape:
-        raise ValueError(f"{what}{leaf.name} has shape {array.shape}, its space says {leaf.shape}")
-    if not np.can_cast(array.dtype, np.dtype(leaf.dtype), "same_kind"):
-        raise ValueError(f"{what}{leaf.name} has dtype {array.dtype}, its space says {np.dtype(leaf.dtype)}")
+def coerce(value: Any, leaf: Leaf, what: str, count: int | None = None) -> Any:
+    """Return `value` as an array; raise ValueError unless it has the leaf's shape and values that its dtype can hold.
+
+    `count`: the value is a batch of this many.
+    """
+    array, dtype = np.asarray(value), np.dtype(leaf.dtype)
+    shape = leaf.shape if count is None else (count, *leaf.shape)
+    if array.shape != shape:
+        raise ValueError(f"{what}{leaf.name} has shape {array.shape}, its space says {shape}")
+    if not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise ValueError(f"{what}{leaf.name} has dtype {array.dtype}, its space says {dtype}")
+    if array.dtype != dtype and dtype.kind in "iu" and not np.can_cast(array.dtype, dtype):
+        narrow = array.astype(dtype)  # wraps around silently
+        if not np.array_equal(narrow, array):
+            wrong = array[narrow != array].flat[0]
+            raise ValueError(f"{what}{leaf.name} has the value {wrong}, which its dtype {dtype} cannot hold")
     return array
 
 
@@ -223,7 +256,7 @@ def write_block(observations: list[Any], block: Any, shapes: list[tuple[int, ...
     try:
         if [obs.shape for obs in observations] != shapes or observations[0].dtype != block.dtype:
             return False
-        _concatenate(observations, out=block)
+        _concatenate(observations, out=block, casting="no")
     except (AttributeError, TypeError, ValueError):
         return False
     return True
@@ -248,7 +281,7 @@ def finite_checker(buffers: Buffers, rows: slice) -> Callable[[int], bool]:
 
 
 def bad_rows(buffers: Buffers, side: int, rows: slice | list[int]) -> list[tuple[int, str]]:
-    """Return (index into rows, problem) for observations that are not finite or outside a Discrete space."""
+    """Return (index into rows, problem) for observations that are not finite or outside their bounds."""
     bad: dict[int, str] = {}
     for leaf, array in zip(buffers.layout.obs, buffers.obs, strict=True):
         if array is None:

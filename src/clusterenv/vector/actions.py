@@ -32,7 +32,7 @@ class ActionReader:
         self._bounds = [_bounds(sub) for sub in self._leaf_spaces]
         self._are_shared = all(leaf.dtype is not None for leaf in self._leaves)
         only = self._leaves[0]
-        self._discrete = np.dtype(only.dtype) if not only.path and only.low is not None else None
+        self._discrete = np.dtype(only.dtype) if isinstance(space, spaces.Discrete) else None
         self._low, self._high = only.low, only.high
 
     def place(self, actions: Any, slots: list[int] | None, shared: list[Any]) -> list[Any] | None:

@@ -11,7 +11,7 @@ import msgspec
 
 from clusterenv.code.packages import Wanted
 
-PROTOCOL = 9
+PROTOCOL = 10
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):

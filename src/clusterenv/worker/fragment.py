@@ -119,7 +119,12 @@ class FragmentColumns(FragmentArrays):
 
     def check_shape(self, obs: Any) -> None:
         """Raise if an episode's last observation does not fit the space: it is kept beside the rows."""
-        if self.blocks is None or obs.__class__ is not np.ndarray or obs.shape != self.shapes[0]:
+        if (
+            self.blocks is None
+            or obs.__class__ is not np.ndarray
+            or obs.shape != self.shapes[0]
+            or obs.dtype != self.blocks.dtype
+        ):
             for leaf, value in zip(self._leaves, flatten(self._space, obs), strict=True):
                 coerce(value, leaf, "observation")
 
@@ -128,7 +133,7 @@ class FragmentColumns(FragmentArrays):
             out[t, k] = coerce(value, leaf, "observation")
 
     def check_row(self, t: int, k: int) -> None:
-        """Raise ValueError for an observation that is not finite or outside a Discrete space."""
+        """Raise ValueError for an observation that is not finite or outside its bounds."""
         for leaf, values in zip(self._leaves, self.obs, strict=True):
             if leaf.unusable(values[t, k]) is not None:
                 raise ValueError(leaf.problem(values[t, k]))

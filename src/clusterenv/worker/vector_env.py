@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from clusterenv.memory.progress import CALL, INIT, RESET, STEP
-from clusterenv.memory.rows import Buffers, assemble, bad_rows, flatten
+from clusterenv.memory.rows import Buffers, assemble, bad_rows, coerce, flatten
 from clusterenv.spec import Vector
 from clusterenv.wire.infos import Column, Columns, select
 from clusterenv.wire.requests import Build, Built, Call, Fault, Rebuild, Reply, Reset, SetAttr, Step, Sticky
@@ -160,8 +160,9 @@ class VectorGroup:
 
     def _write(self, obs: Any) -> int:
         side = 1 - int(self._buffers.side[self._slots[0]])
-        for array, block in zip(self._buffers.obs, flatten(self._space, obs), strict=True):
-            array[side][self._rows] = block
+        leaves, count = self._buffers.layout.obs, len(self._slots)
+        for leaf, array, block in zip(leaves, self._buffers.obs, flatten(self._space, obs), strict=True):
+            array[side][self._rows] = coerce(block, leaf, "observation", count)
         return side
 
     def _refuse_bad(self, side: int) -> None:
