@@ -384,6 +384,7 @@ class Driver:
             "workers": len(self.slots_of),
             "worker_pids": [processes.pid(w) if processes else None for w in range(len(self.slots_of))],
             "events": dict(self.events.counts),
+            "log_lines_lost": self.events.lost_lines,
             "slow_slots": sorted(self._engine.pace.slow),
             "step_time_s": self.rows.buffers.pace_s.copy(),
             "incarnations": np.array(self._state.incarnations.numbers),

@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 logger = logging.getLogger("clusterenv")
@@ -23,7 +24,8 @@ class Event:
 
     kind: str
     """"env_error", "worker_lost", "worker_replaced", "worker_moved", "env_rebuilt", "slow", "long_call", "missing_key",
-    "info_not_sent", "pull", "dropped", "resumed", or what happened to a node."""
+    "info_not_sent", "pull", "dropped", "resumed", "weights_damaged", "journal_not_written", "log_not_written", or what
+    happened to a node."""
     reason: str
     """One line: what happened."""
     slots: tuple[int, ...] = ()
@@ -56,23 +58,64 @@ class EventLog:
     def __init__(self, size: int = 1000) -> None:
         self._events: deque[Event] = deque(maxlen=size)
         self.counts: Counter[str] = Counter()
+        self._lost_before = _lost.count
 
     def add(self, event: Event, level: int = logging.WARNING) -> None:
-        self._events.append(event)
-        self.counts[event.kind] += 1
+        self._note(event)
         emit(level, str(event))
+        self._note_lost_lines()
 
     def __call__(self) -> tuple[Event, ...]:
+        self._note_lost_lines()
         return tuple(self._events)
+
+    @property
+    def lost_lines(self) -> int:
+        """Number of lines that this process could not write since this log exists."""
+        return _lost.count - self._lost_before
+
+    def _note_lost_lines(self) -> None:
+        """Record once that lines are lost. There is nowhere to write it, but `events()` shows it."""
+        if self.lost_lines and "log_not_written" not in self.counts:
+            self._note(Event("log_not_written", f"lines of the log are lost: {_lost.reason}"))
+
+    def _note(self, event: Event) -> None:
+        self._events.append(event)
+        self.counts[event.kind] += 1
+
+
+class _LostLines:
+    """The lines that this process could not write to its log or stderr."""
+
+    count = 0
+    reason = ""
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count a line instead of raising: a full disk, or a closed or replaced stderr, must not end the run."""
+        try:
+            yield
+        except Exception as error:
+            self.count += 1
+            self.reason = f"{type(error).__name__}: {error}"
+
+
+_lost = _LostLines()
 
 
 def emit(level: int, text: str) -> None:
-    """Log `text` on the `clusterenv` logger.
+    """Log `text` on the `clusterenv` logger. A line that cannot be written is counted, and does not end the run.
 
-    A log that cannot be written (a full disk, a closed or replaced stderr) must not end the run.
+    Handlers of the user report their own failures on stderr, as Python's `logging` does; they are not counted.
     """
-    with contextlib.suppress(Exception):
-        logger.log(level, text if logger.hasHandlers() else f"clusterenv: {text}")
+    with _lost.counted():
+        if logger.hasHandlers():
+            logger.log(level, text)
+        elif logging.lastResort is not None and level >= logging.lastResort.level and logger.isEnabledFor(level):
+            # As `logging` does, except that it hides a failure.
+            record = logger.makeRecord(logger.name, level, __file__, 0, f"clusterenv: {text}", (), None)
+            if logger.filter(record):
+                _write(record.getMessage())
 
 
 def emit_progress(text: str) -> None:
@@ -91,14 +134,18 @@ def emit_output(text: str) -> None:
 
 def instruct(text: str) -> None:
     """Tell the user what to do, on stderr, whatever the logging configuration."""
-    with contextlib.suppress(Exception):
-        if sys.stderr is not None:
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
+    with _lost.counted():
+        _write(text)
+
+
+def _write(text: str) -> None:
+    if sys.stderr is not None:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def _show(log: logging.Logger, plain: str, text: str, *, only_on_terminal: bool) -> None:
-    with contextlib.suppress(Exception):
+    with _lost.counted():
         if log.isEnabledFor(logging.INFO) and log.hasHandlers():
             log.info(text)
             return
@@ -106,7 +153,7 @@ def _show(log: logging.Logger, plain: str, text: str, *, only_on_terminal: bool)
             one.disabled or one.level > logging.INFO for one in (log, logger)
         )
         if not silenced and sys.stderr is not None and (not only_on_terminal or sys.stderr.isatty()):
-            instruct(plain)
+            _write(plain)
 
 
 def _spans(slots: tuple[int, ...]) -> str:

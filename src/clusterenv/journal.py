@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import socket
 import stat
@@ -82,6 +83,7 @@ class Journal:
         given = Path(path).expanduser().absolute()
         self._owner = os.getpid()
         self._writing = threading.Lock()
+        self._is_failing = False
         with _storing(given):
             given.parent.mkdir(parents=True, exist_ok=True)
             self.path = given.parent.resolve() / given.name
@@ -142,9 +144,13 @@ class Journal:
         """Unlock the journal; remove the file if the run is complete, else keep it for the next head. Idempotent."""
         with self._writing:
             if self._lock >= 0 and os.getpid() == self._owner:
-                if is_clean:
-                    self.path.unlink(missing_ok=True)
-                self._unlock(is_clean)
+                try:
+                    if is_clean:
+                        self.path.unlink(missing_ok=True)
+                    self._unlock(is_clean)
+                except OSError as error:  # a read-only disk
+                    self._unlock()
+                    self._failed(f"journal {self.path} cannot be removed: {error}")
 
     def _store(self) -> None:
         if self._lock >= 0 and os.getpid() == self._owner:
@@ -154,13 +160,19 @@ class Journal:
     def _try_to_store(self) -> None:
         try:
             self._store()
+            self._is_failing = False
         except JournalError as error:
-            self._events.add(Event("journal_not_written", str(error)))
+            self._failed(str(error))
+
+    def _failed(self, reason: str) -> None:
+        """Count a failure as an event; one warning for all of them until a write succeeds."""
+        self._events.add(Event("journal_not_written", reason), logging.DEBUG if self._is_failing else logging.WARNING)
+        self._is_failing = True
 
     def _unlock(self, is_over: bool = False) -> None:
-        fd, self._lock = self._lock, -1
         if is_over:
             _lock_file(self.path).unlink(missing_ok=True)  # before releasing the lock: see `_locked`
+        fd, self._lock = self._lock, -1
         os.close(fd)
         _OPEN.discard(self.path)
 

@@ -13,6 +13,7 @@ from clusterenv.node import shard as seat_module
 from clusterenv.node.shard import Shard
 from clusterenv.node.weight_store import WeightStore
 from clusterenv.spec import Delivered
+from clusterenv.wire.frames import CHUNK
 from clusterenv.wire.messages import AssignShard, Chunk, Exited, Offer, Pull, Start, ToWorker
 
 
@@ -124,12 +125,23 @@ def test_no_worker_loads_weights_that_are_not_there(node):
     assert processes.told == [(0, b"load 7")]
 
 
+@pytest.mark.guarantee(27)
+@pytest.mark.parametrize("wrong", [b"", b"weight", b"weights!", b"WEIGHTS"])
+def test_weights_that_are_damaged_or_cut_off_are_pulled_again(node, wrong):
+    _, _, store, sent = node
+    store.offer(offer(7, b"weights"), 0.0)
+    store.chunk(Chunk(7, 0), wrong, 0.0)
+    assert sent == [Pull(7, 0, 7)] * 2 and store.awaits(7) and not store.has(7)
+    store.chunk(Chunk(7, 0), b"weights", 0.0)
+    assert sent[-1] == Pull(7, 7, 0) and store.has(7)
+
+
 def pulled(store, sent, data, seconds_per_byte):
     """Answer every pull as a link of this speed would; returns how many bytes were on their way at most."""
     now = most = got = 0
     asked = []
     store.offer(offer(9, data), now)
-    while sent:
+    while sent or asked:
         asked += [pull for pull in sent if pull.size > 0]
         sent.clear()
         most = max(most, sum(pull.size for pull in asked))
@@ -138,7 +150,8 @@ def pulled(store, sent, data, seconds_per_byte):
             assert pull.at == got, "in order, each once"
             got += pull.size
             now += pull.size * seconds_per_byte
-            store.chunk(Chunk(9, pull.at), data[pull.at : got], now)
+            for at in range(pull.at, got, CHUNK):
+                store.chunk(Chunk(9, at), data[at : min(at + CHUNK, got)], now)
     assert got == len(data) and not store.awaits(9)
     return most
 

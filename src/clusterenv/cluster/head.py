@@ -56,8 +56,6 @@ from clusterenv.wire.messages import (
     Withdrawn,
 )
 
-__all__ = ["Head"]
-
 _MOST = 64  # messages to read before anything else is checked, for example the caller's deadline
 _TICK_S = 0.02  # interval between the roster's ticks
 
@@ -365,8 +363,10 @@ class Head:
         return True
 
     def _give(self, pull: Pull, peer: Peer) -> None:
-        sent = 0
-        for message, payload in self._weights.answer(pull, self.roster.session(peer.node)):
+        sent, session = 0, self.roster.session(peer.node)
+        if self._weights.is_repeated(pull, session):
+            self._events.add(Event("weights_damaged", f"node {peer.node}: weights had a wrong checksum; pulled again"))
+        for message, payload in self._weights.answer(pull, session):
             self._send(peer.node, message, payload)
             if isinstance(message, Withdrawn):
                 return

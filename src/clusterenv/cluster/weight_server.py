@@ -39,6 +39,11 @@ class WeightServer:
         if any(entry.session not in sessions for entry in self._table.values()):
             self._table = {number: entry for number, entry in self._table.items() if entry.session in sessions}
 
+    def is_repeated(self, pull: Pull, session: int) -> bool:
+        """Return whether this begins to pull weights again: those that arrived did not match their checksum."""
+        entry = self._table.get(pull.weights)
+        return entry is not None and entry.session == session and pull.size > 0 and pull.at == 0 < entry.given
+
     def answer(self, pull: Pull, session: int) -> Iterator[tuple[Any, list[Any]]]:
         """Return messages with their frames; weights that are not in the table are withdrawn.
 
@@ -54,10 +59,12 @@ class WeightServer:
                 raise ProtocolError("the end of weights that were not pulled")
             self._table = {number: kept for number, kept in self._table.items() if number != pull.weights}
             return iter(())
-        if pull.at == 0 and entry.given:
+        if self.is_repeated(pull, session):
             entry.given = 0
             entry.attempts += 1
-        if entry.attempts > _ATTEMPTS or pull.at != entry.given or pull.at + pull.size > size:
+        if entry.attempts > _ATTEMPTS:
+            raise ProtocolError(f"weights that arrived with a wrong checksum {_ATTEMPTS} times")
+        if pull.at != entry.given or pull.at + pull.size > size:
             raise ProtocolError(f"{pull.size} bytes of weights from {pull.at} on, after {entry.given} were sent")
         begin, entry.given = pull.at, pull.at + pull.size
         end, view = entry.given, memoryview(entry.data)

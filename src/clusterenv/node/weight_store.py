@@ -17,6 +17,7 @@ from clusterenv.errors import PolicyError
 from clusterenv.events import emit
 from clusterenv.executors.worker_processes import write_weights
 from clusterenv.policy.weights.packing import unpack
+from clusterenv.wire.frames import CHUNK
 from clusterenv.wire.messages import Chunk, Offer, Pull, Withdrawn
 
 _MOST = 4 << 20  # bytes that may be in flight at once: other messages wait behind them
@@ -36,6 +37,7 @@ class _Pulling:
         self.offer = offer
         self.began_at = now
         self.asked = self.got = self.checksum = 0
+        self.ends: deque[int] = deque()  # of the ranges asked for, which are sent in pieces of CHUNK
         self.window = _LEAST
         self.whole = bytearray() if offer.is_packed or offer.keep else None
 
@@ -88,9 +90,15 @@ class WeightStore:
 
     def chunk(self, chunk: Chunk, data: Any, now: float) -> None:
         pulling = self._pulling
-        if pulling is None or (pulling.offer.weights, pulling.got) != (chunk.weights, chunk.at):
+        if pulling is None or (pulling.offer.weights, pulling.got) != (chunk.weights, chunk.at) or not pulling.ends:
+            return
+        if len(data) != min(CHUNK, pulling.ends[0] - chunk.at):
+            # The rest would not follow: without this check, the node would wait for it for ever.
+            self._pull_again(pulling.offer, now)
             return
         pulling.got += len(data)
+        if pulling.got == pulling.ends[0]:
+            pulling.ends.popleft()
         rate = pulling.got / max(now - pulling.began_at, 1e-6)
         pulling.window = int(min(_MOST, max(_LEAST, rate * _AHEAD_S)))
         self._ask(pulling)
@@ -122,13 +130,12 @@ class WeightStore:
             size = min(left, pulling.window - in_flight)
             self._send(Pull(pulling.offer.weights, pulling.asked, size), ())
             pulling.asked += size
+            pulling.ends.append(pulling.asked)
 
     def _arrived(self, pulling: _Pulling, now: float) -> None:
         offer = pulling.offer
         if pulling.checksum != offer.checksum:
-            emit(logging.WARNING, "weights arrived damaged and are pulled again")
-            self._pulling = _Pulling(offer, now)
-            self._ask(self._pulling)
+            self._pull_again(offer, now)
             return
         if pulling.whole is not None and not self._keep(offer, bytes(pulling.whole)):
             self._send(Pull(offer.weights, 0, -1), ())
@@ -137,6 +144,11 @@ class WeightStore:
         self._send(Pull(offer.weights, offer.size, 0), ())
         self._pulling = None
         self._pull_next(now)
+
+    def _pull_again(self, offer: Offer, now: float) -> None:
+        emit(logging.WARNING, "weights arrived damaged and are pulled again")
+        self._pulling = _Pulling(offer, now)
+        self._ask(self._pulling)
 
     def _keep(self, offer: Offer, data: bytes) -> bool:
         """Unpack weights, or keep them as the base of later deltas. Returns False if their own base is not here."""
