@@ -59,7 +59,8 @@ with ce.ClusterEnv([lambda: Bad(gym.make("CartPole-v1"))] * 2, backend=backend, 
         lost += "transition_valid" in infos
     batch = envs.collector(ce.RandomPolicy(), seed=1).rollout(16)
     kinds = [event.kind for event in envs.events()]
-    print(json.dumps([lost, bool(batch.valid[:2].all()), kinds, envs.stats()["log_lines_lost"], envs.stats()["events"]]))
+    stats = envs.stats()
+    print(json.dumps([lost, bool(batch.valid[:2].all()), kinds, stats["log_lines_lost"], stats["events"]]))
 """
 
 
