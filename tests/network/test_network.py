@@ -382,46 +382,6 @@ def test_a_large_pull_over_a_slow_link_delays_nobody_else(net):
         assert kinds(envs).count("node_lost") == 0
 
 
-@pytest.mark.guarantee(21)
-def test_a_hundred_handshakes_a_second(net):
-    """Strangers knock; rows come on."""
-    with make(net) as envs:
-        envs.reset(seed=1)
-        good = read_joining(joining_of(agents()[0]))
-        code = (
-            "import sys, time, zmq\n"
-            "context, keys, knocking = zmq.Context(), zmq.curve_keypair(), []\n"
-            "while True:\n"
-            "    socket = context.socket(zmq.DEALER)\n"
-            "    socket.linger = 0\n"
-            "    socket.curve_publickey, socket.curve_secretkey = keys\n"
-            "    socket.curve_serverkey = sys.argv[2].encode()\n"
-            "    socket.connect(sys.argv[1])\n"
-            "    time.sleep(0.01)\n"
-            "    knocking.append(socket)\n"
-            "    if len(knocking) > 20: knocking.pop(0).close()\n"
-        )
-
-        def rate(seconds=3.0):
-            begin, count = time.monotonic(), 0
-            while time.monotonic() - begin < seconds:
-                assert "transition_valid" not in envs.step(zeros())[4]
-                count += 1
-            return count / seconds
-
-        alone = rate()
-        knocking = net.nodes[1].popen([sys.executable, "-c", code, good.address, good.head_key])
-        try:
-            step_until(envs, lambda: envs.stats()["refused_keys"] > 20, 15)
-            before, under = envs.stats()["refused_keys"], rate()
-            refused = (envs.stats()["refused_keys"] - before) / 3.0
-        finally:
-            knocking.kill()
-            knocking.wait()
-        print(f"steps per second: {alone:.0f} alone, {under:.0f} with {refused:.0f} refused handshakes a second")
-        assert refused > 20 and "node_lost" not in kinds(envs)
-
-
 def joining_of(node):
     line = node.cmdline()
     return Path(line[line.index("--join") + 1])

@@ -145,6 +145,8 @@ class RemoteAnswers:
         request = self._requests.get(worker, number)
         if request is None or not request.reserved_bytes:
             return None
+        if request.brings is Brings.FRAGMENT and request is not self._next_fragment(worker):
+            raise ProtocolError("a fragment that comes before an earlier one of the same worker")
         reply = check(request, self._known[worker], answer.slots, answer.last, frames)
         if request.brings is Brings.FRAGMENT:
             slots, arena = self._slots_of[worker], self._arena
@@ -160,6 +162,11 @@ class RemoteAnswers:
         return [] if reply is None else [(worker, reply)]
 
     # -- helpers ----------------------------------------------------------------------------------------------
+
+    def _next_fragment(self, worker: int) -> Request | None:
+        """Return the first fragment that this worker has yet to send: in a stream, several are open."""
+        fragments = (request for request in self._requests.of(worker) if request.brings is Brings.FRAGMENT)
+        return next((request for request in fragments if request.reserved_bytes), None)
 
     def _expect_no_more(self, request: Request) -> None:
         self._open_bytes[self._shard_of[request.worker]] -= request.reserved_bytes
