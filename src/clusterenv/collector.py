@@ -21,7 +21,7 @@ from clusterenv.engine.collecting.collecting import Attached
 from clusterenv.engine.collecting.counters import Counters
 from clusterenv.engine.collecting.fragments import Mode, OnLoss
 from clusterenv.engine.collecting.synchronization import Synchronization
-from clusterenv.errors import PolicyError, UsageError
+from clusterenv.errors import EnvError, PolicyError, UsageError, WorkerLostError
 from clusterenv.events import emit
 from clusterenv.policy import as_policy
 from clusterenv.policy.acting.distributions import Uniform
@@ -192,9 +192,14 @@ class Collector:
                 self._counts.waiting_s += begin - asked
                 yield checkpoint(batch)
                 asked = time.perf_counter()
+        except (GeneratorExit, EnvError, PolicyError, WorkerLostError):
+            collection.stop_stream()
+            raise
+        except BaseException:  # Ctrl-C, or a timeout: an environment may hang, and the next call waits for the rest
+            collection.fragments.drop()
+            raise
         finally:
             self._count_time(begin)
-            collection.stop_stream()
             checkpoint()
 
     def _count_time(self, begin: float) -> float:

@@ -332,3 +332,14 @@ def test_shares_of_time_are_shares():
         assert stats["collecting_s"] <= time.perf_counter() - begin
         assert stats["collecting_s"] > 20 * 0.02
         assert sum(stats["time_shares"].values()) == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_timeout_does_not_wait_for_an_environment_that_hangs():
+    """The stream ends, and the environments can be closed."""
+    envs = ce.ClusterEnv([lambda i=i: Trouble(i, "hang" if i else None) for i in range(2)], backend=TWO)
+    with envs:
+        begin = time.monotonic()
+        with pytest.raises(ce.DeadlineError, match="no fragment from any worker"):
+            for _ in envs.collector(constant(), seed=1).stream(4, min_envs=2, timeout_s=0.5):
+                pass
+        assert time.monotonic() - begin < 30
