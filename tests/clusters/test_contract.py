@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
+import threading
 
+import psutil
 import pytest
 
 import clusterenv as ce
@@ -22,6 +25,11 @@ class TestLoopback(BackendContract):
 class TestSlurm(BackendContract):
     def make_backend(self, folder, **options):
         return ce.Slurm(interface="lo", folder=str(folder), extra={"exclusive": None}, **options)
+
+    def ask_to_leave(self, envs, slot, after_s):
+        (place,) = envs.call("place", slots=[slot])
+        job = psutil.Process(place["agent"]).environ()["SLURM_JOB_ID"]
+        threading.Timer(after_s, subprocess.run, (["scancel", job],), {"check": True}).start()
 
     def left_behind(self):
         command = ["squeue", "--noheader", "--format=%j %T"]
@@ -45,10 +53,32 @@ class TestKubernetes(BackendContract):
         return pods(real.running["kubernetes"], folder=str(folder), **options)
 
     def kill_node(self, envs, slot):
-        """The agent is process 1 of its pod, which nobody inside can kill."""
-        name = next(name for name in self.left_behind() if name.startswith("pod/") and "-0-1" in name)
-        real.running["kubernetes"].kubectl("delete", "--wait=false", "--grace-period=0", "--force", name)
+        """The agent is process 1 of its pod, which nobody inside can kill; deleting the pod would warn it."""
+        (agent,) = [process for process in psutil.Process().children(recursive=True) if is_agent(process, self._pod())]
+        agent.kill()
+
+    def ask_to_leave(self, envs, slot, after_s):
+        command = ("delete", "--wait=false", f"pod/{self._pod()}")
+        threading.Timer(after_s, real.running["kubernetes"].kubectl, command).start()
+
+    def _pod(self):
+        """The first one of node 0, which has slot 0."""
+        (name,) = [name.removeprefix("pod/") for name in self._get("pod") if name.endswith("-0-1")]
+        return name
+
+    def _get(self, kinds, *options):
+        label = "app.kubernetes.io/name=clusterenv"
+        return real.running["kubernetes"].kubectl("get", kinds, "-l", label, "-o", "name", *options).split()
 
     def left_behind(self):
-        label = "app.kubernetes.io/name=clusterenv"
-        return real.running["kubernetes"].kubectl("get", "pod,secret,configmap", "-l", label, "-o", "name").split()
+        return self._get("pod,secret,configmap")
+
+    def running(self):
+        """Pods whose containers have ended stay until their run is removed."""
+        return self._get("pod", "--field-selector=status.phase=Running")
+
+
+def is_agent(process, pod):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "--mounted" in process.cmdline() and process.environ().get("HOSTNAME") == pod
+    return False

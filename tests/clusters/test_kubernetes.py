@@ -262,7 +262,7 @@ def test_pods_that_fit_nowhere():
 @pytest.mark.guarantee(15, 17)
 @in_pods
 @pytest.mark.smoke
-def test_a_deleted_pod_is_replaced_and_nothing_is_left():
+def test_a_deleted_pod_is_replaced_and_nothing_is_left(record_property):
     with make() as envs:
         envs.reset(seed=1)
         assert len(objects()) == 5, "two pods, two secrets, the run"
@@ -270,6 +270,7 @@ def test_a_deleted_pod_is_replaced_and_nothing_is_left():
         kubectl("delete", "--wait=false", victim)
         _, lost = step_until(envs, lambda: joined(envs) == 3 and not envs.stats()["missing_nodes"])
         assert len(lost) == len(set(lost)) and set(lost) <= {0, 1}
+        record_property("lost_steps", len(lost))
         assert "preempted" in next(event.reason for event in envs.events() if event.kind == "node_lost")
         assert envs.collector(ce.RandomPolicy(), seed=1).rollout(8).valid.all()
     await_nothing_left()
@@ -384,7 +385,9 @@ def test_the_head_in_a_pod(tmp_path):
 @pytest.mark.guarantee(13)
 @in_pods
 @pytest.mark.parametrize("where", ["here", "in a pod"])
-def test_nothing_runs_after_its_head_was_killed_and_gc_removes_the_rest(tmp_path, capsys, monkeypatch, where):
+def test_nothing_runs_after_its_head_was_killed_and_gc_removes_the_rest(
+    tmp_path, capsys, monkeypatch, where, record_property
+):
     """By the note in the run's folder; where that went with the head's pod, by the run object in the namespace."""
     folder = tmp_path / "keys"
     backend = pods(real.running["kubernetes"], 2, heartbeat_s=FAST, folder=str(folder))
@@ -397,10 +400,11 @@ def test_nothing_runs_after_its_head_was_killed_and_gc_removes_the_rest(tmp_path
     os.kill(head.pid, signal.SIGKILL)
     head.wait()
     head.stdout.close()
-    deadline = time.monotonic() + FAST[2] + 20
+    begin = time.monotonic()
     while "Running" in kubectl("get", "pods", "--no-headers"):
-        assert time.monotonic() < deadline, kubectl("get", "pods")
+        assert time.monotonic() < begin + FAST[2] + 20, kubectl("get", "pods")
         time.sleep(0.5)
+    record_property("gone_s", time.monotonic() - begin)
     assert len(objects()) == 5, "finished pods, secrets"
     capsys.readouterr()
     if where != "here":
@@ -417,11 +421,12 @@ def test_nothing_runs_after_its_head_was_killed_and_gc_removes_the_rest(tmp_path
 
 @pytest.mark.guarantee(16)
 @in_pods
-def test_close_while_the_api_server_hangs(tmp_path):
+def test_close_while_the_api_server_hangs(tmp_path, record_property):
     cluster = real.running["kubernetes"]
     backend = pods(cluster, 2, heartbeat_s=FAST, folder=str(tmp_path))
     closed = close_while(lambda: cluster.stopped("apiserver"), backend, 2)
     assert closed.seconds < 10 and closed.exit_seconds < 5, closed
+    record_property("closed_s", closed.seconds)
     (left,) = tmp_path.glob("clusterenv-*")
     assert f"2 pods of run {left.name} in namespace default" in closed.told, closed.told
     assert f"clusterenv gc --folder {tmp_path}" in closed.told

@@ -42,7 +42,7 @@ def test_it_passes_the_contract(interpreter, tmp_path):
     command = [interpreter, "-W", "error", "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_ssh.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "11 passed" in done.stdout, done.stdout
+    assert "16 passed" in done.stdout, done.stdout
 
 
 def test_it_is_found_by_name(interpreter, tmp_path):

@@ -58,15 +58,18 @@ def files():
 
 @pytest.mark.guarantee(3, 15)
 @pytest.mark.smoke
-def test_a_killed_actor_is_replaced_and_nothing_is_left(tmp_path):
+def test_a_killed_actor_is_replaced_and_nothing_is_left(tmp_path, record_property):
     before = files()
     with make(folder=str(tmp_path)) as envs:
         envs.reset(seed=1)
         assert len(agents()) == 2
         actor = agents()[0].parent()
         assert actor is not None and "NodeActor" in " ".join(actor.cmdline())
+        begin = time.time()
         actor.kill()
         _, lost = step_until(envs, lambda: joined(envs) == 3 and not envs.stats()["missing_nodes"])
+        record_property("detected_s", next(e.time_s for e in envs.events() if e.kind == "node_lost") - begin)
+        record_property("lost_steps", len(lost))
         for _ in range(5):
             envs.step(np.zeros(4, np.int64))
         assert len(lost) == len(set(lost)) and (set(lost) <= {0, 1} or set(lost) <= {2, 3}), "one node's episodes"
@@ -115,7 +118,7 @@ time.sleep(100)
 
 
 @pytest.mark.guarantee(13)
-def test_nothing_runs_after_its_head_was_killed():
+def test_nothing_runs_after_its_head_was_killed(record_property):
     code = HEAD.format(address=real.running["ray"].address, fast=FAST)
     head = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert head.stdout is not None
@@ -123,19 +126,22 @@ def test_nothing_runs_after_its_head_was_killed():
         assert line, "it ended"
     assert len(agents()) == 2
     os.kill(head.pid, signal.SIGKILL)
+    begin = time.monotonic()
     head.wait()
     head.stdout.close()
     await_no_agents(FAST[2] + 15)
+    record_property("gone_s", time.monotonic() - begin)
 
 
 @pytest.mark.guarantee(16)
-def test_close_while_ray_hangs(tmp_path, capsys):
+def test_close_while_ray_hangs(tmp_path, capsys, record_property):
     """Its control service is stopped; a script that ends then is held up by Ray itself, and is killed here."""
     cluster = real.running["ray"]
     service = [pid for pid in cluster.pids if "gcs_server" in psutil.Process(pid).name()]
     backend = ce.Ray(nodes=2, address=cluster.address, bind="lo", heartbeat_s=FAST, folder=str(tmp_path))
     closed = close_while(lambda: stopped(*service), backend, 2, kills=True)
     assert closed.seconds < 10, closed
+    record_property("closed_s", closed.seconds)
     (left,) = tmp_path.glob("clusterenv-*")
     assert f"2 Ray actors named {left.name}-*" in closed.told and f"clusterenv gc --folder {tmp_path}" in closed.told
     await_no_agents()

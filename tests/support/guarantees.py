@@ -25,7 +25,7 @@ CONTRACT = {
     "test_a_node_that_is_asked_to_leave": (17,),
     "test_a_node_that_joins_late": (19,),
 }
-"""Tests of `clusterenv.testing.backends`, which have no marks of this repository: other packages run them too."""
+"""Tests of `clusterenv.testing.backends`, which other packages run too: they get their marks here."""
 
 
 class Recorder:
@@ -56,11 +56,12 @@ def configure(config: pytest.Config) -> None:
 
 
 def label(items: list[pytest.Item]) -> None:
-    """Attach to each test its guarantees and the place where it runs."""
+    """Attach to each test its guarantees and the place where it runs. Called before `-m` selects by marks."""
     for item in items:
+        name = getattr(item, "originalname", item.name)
+        if item.nodeid.startswith("tests/clusters/test_contract.py") and name in CONTRACT:
+            item.add_marker(pytest.mark.guarantee(*CONTRACT[name]))
         numbers = {number for mark in item.iter_markers("guarantee") for number in mark.args}
-        if item.nodeid.startswith("tests/clusters/test_contract.py"):
-            numbers |= set(CONTRACT.get(getattr(item, "originalname", item.name), ()))
         if numbers:
             item.user_properties += [("guarantees", sorted(numbers)), ("place", _place(item))]
 

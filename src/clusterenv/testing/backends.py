@@ -12,15 +12,17 @@ the tests.
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import functools
+import os
+import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-import cloudpickle
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import data_equivalence
@@ -33,31 +35,33 @@ from clusterenv.backends.contract import ClusterBackend, CollectsGarbage, Prints
 from clusterenv.backends.gc import remove
 from clusterenv.backends.launch.note import machine
 from clusterenv.backends.remote import Remote
-from clusterenv.testing.envs import KILL_NODE, KILL_WORKER, STEP, Fragile
-
-_WAIT_S = 90.0  # for a node to be replaced or to end; a slow scheduler must not fail the tests
+from clusterenv.testing.envs import KILL_NODE, KILL_WORKER, Fragile, linear
+from clusterenv.testing.running import (
+    WAIT_S,
+    Place,
+    actions,
+    agent,
+    is_running,
+    kinds,
+    places,
+    run_head,
+    start,
+    step_until,
+    wait_for,
+)
 
 _CLOSE_S = 10.0
 
 _HEARTBEAT_S = (0.2, 2.0, 5.0)  # short, so that tests do not wait long for the end of a lease
 
-_HEAD = """
-import json, sys
-import cloudpickle
-import clusterenv as ce
-from clusterenv.testing.envs import Fragile
+_ENDS_S = _HEARTBEAT_S[2] + 15.0  # after this time nothing runs without its head
 
-with open(sys.argv[1], "rb") as file:
-    backend, num_envs = cloudpickle.load(file)
-envs = ce.ClusterEnv([Fragile] * num_envs, backend=backend)
-envs.reset(seed=1)
-print(json.dumps(envs.call("place")), flush=True)
-sys.stdin.read()
-"""
+_FIRST_S = 30.0  # for the first fragment of a node that has joined; 5 s on a machine with nothing else to do
 
+_SLOW = functools.partial(Fragile, step_s=0.02)
 
-def _forward(weights: Any, obs: Any) -> Any:
-    return obs @ weights["w"]
+Record = Callable[[str, object], None]
+"""pytest's `record_property`: what the tests measure is in its reports."""
 
 
 class BackendContract:
@@ -78,11 +82,22 @@ class BackendContract:
 
     def kill_node(self, envs: ce.ClusterEnv, slot: int) -> None:
         """Kill the node of this slot without warning. Override this if the agent is process 1, as in a pod."""
-        envs.step(_actions(envs, slot, KILL_NODE))
+        envs.step(actions(envs, slot, KILL_NODE))
+
+    def ask_to_leave(self, envs: ce.ClusterEnv, slot: int, after_s: float) -> None:
+        """Return at once; ask the node of this slot to leave `after_s` later. Default: its agent gets SIGTERM.
+
+        Override this with what the scheduler does to a job that it ends before its time, in a `threading.Timer`.
+        """
+        envs.call("ask_to_leave", after_s, slots=[slot])
 
     def left_behind(self) -> Sequence[str]:
         """Return the jobs and objects that the scheduler still has of any run. Default: only processes are checked."""
         return ()
+
+    def running(self) -> Sequence[str]:
+        """Return those that run. Override this if some remain after their agents ended by themselves, as pods do."""
+        return self.left_behind()
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -95,16 +110,32 @@ class BackendContract:
     def _backend(self, folder: Path, **options: Any) -> Remote:
         return self.make_backend(folder, **{"nodes": self.nodes, "heartbeat_s": _HEARTBEAT_S, **options})
 
-    def _make(self, folder: Path, **options: Any) -> ce.ClusterEnv:
-        recovery = ce.Recovery(backoff_s=(0.05, 0.5), max_restarts=20)
-        return ce.ClusterEnv([Fragile] * self.num_envs, backend=self._backend(folder, **options), recovery=recovery)
+    def _make(self, folder: Path, env: Callable[[], Fragile] = Fragile, **options: Any) -> ce.ClusterEnv:
+        return self._run(self._backend(folder, **options), env)
 
-    def _await_nothing(self, folder: Path, places: Sequence[dict[str, Any]] = ()) -> None:
-        """Wait for the end of these processes and of the scheduler's jobs; then no run folder may be left."""
-        here = {place[name] for place in places for name in ("worker", "agent") if place["where"] == machine()}
-        _await(lambda: not [pid for pid in here if _is_running(pid)], f"of the processes {here} some are still running")
-        _await(lambda: not self.left_behind(), "the scheduler still has jobs", lambda: self.left_behind())
+    def _run(self, backend: Remote, env: Callable[[], Fragile]) -> ce.ClusterEnv:
+        recovery = ce.Recovery(backoff_s=(0.05, 0.5), max_restarts=20)
+        return ce.ClusterEnv([env] * self.num_envs, backend=backend, recovery=recovery)
+
+    def _await_end(self, those: Sequence[Place]) -> None:
+        """Wait for the end of the processes at these places, and of the scheduler's jobs."""
+        here = {place[name] for place in those for name in ("worker", "agent") if place["where"] == machine()}
+        wait_for(
+            lambda: not [pid for pid in here if is_running(pid)], f"of the processes {here} some are still running"
+        )
+        wait_for(lambda: not self.running(), "jobs are still running", self.running)
+
+    def _await_nothing(self, folder: Path, those: Sequence[Place] = ()) -> None:
+        """Wait until the scheduler has nothing of the run either; then no run folder may be left."""
+        self._await_end(those)
+        wait_for(lambda: not self.left_behind(), "the scheduler still has jobs", self.left_behind)
         assert not list(folder.glob("clusterenv-*")), "the folder of the run is still there"
+
+    def _collect_garbage(self, folder: Path, those: Sequence[Place]) -> None:
+        assert list(folder.glob("clusterenv-*")), "the run has no folder below the one that make_backend() was given"
+        said: list[str] = []
+        assert remove([folder], False, said.append) == (1, 0), f"`clusterenv gc` says: {said}"
+        self._await_nothing(folder, those)
 
     # -- the contract -----------------------------------------------------------------------------------------
 
@@ -118,23 +149,22 @@ class BackendContract:
 
     def test_every_node_runs_its_share(self, folder: Path) -> None:
         with self._make(folder) as envs:
-            places = envs.call("place")
-            number = len(_agents(places))
+            number = _number(envs.call("place"))
             assert number == self.nodes, f"{number} node agents have environments, not {self.nodes}"
             assert not envs.stats()["missing_nodes"]
 
     def test_step_equals_sync_vector_env(self, folder: Path) -> None:
         theirs = SyncVectorEnv([_cart_pole for _ in range(self.num_envs)])
         with ce.ClusterEnv("CartPole-v1", self.num_envs, backend=self._backend(folder)) as ours:
-            _same(ours.reset(seed=7), theirs.reset(seed=7))
+            _check_same(ours.reset(seed=7), theirs.reset(seed=7))
             theirs.action_space.seed(3)
             for _ in range(60):
                 actions = theirs.action_space.sample()
-                _same(ours.step(actions), theirs.step(actions))
+                _check_same(ours.step(actions), theirs.step(actions))
         theirs.close()
 
     def test_rollout_equals_that_of_one_process(self, folder: Path) -> None:
-        policy = ce.NumpyPolicy(_forward, {"w": np.ones((4, 2), np.float32)}, dist="categorical")
+        policy = _policy(np.ones((4, 2)), [0.0, 0.0])
         batches = []
         for backend in (self._backend(folder), ce.Local(workers=0)):
             with ce.ClusterEnv("CartPole-v1", self.num_envs, backend=backend) as envs:
@@ -144,73 +174,151 @@ class BackendContract:
         for name in ("obs", "actions", "rewards", "terminations", "truncations"):
             assert np.array_equal(getattr(ours, name), getattr(theirs, name)), f"{name} differ"
 
-    def test_a_killed_worker_is_replaced(self, folder: Path) -> None:
+    def test_a_killed_worker_is_replaced(self, folder: Path, record_property: Record) -> None:
         with self._make(folder) as envs:
-            before = _start(envs)
+            before = start(envs)
             on_it = np.array([place == before[0] for place in before])
-            obs, rewards, terminations, truncations, infos = envs.step(_actions(envs, 0, KILL_WORKER))
+            begin = time.monotonic()
+            obs, rewards, terminations, truncations, infos = envs.step(actions(envs, 0, KILL_WORKER))
+            record_property("detected_s", time.monotonic() - begin)
+            record_property("lost_steps", int((~infos["transition_valid"]).sum()))
             assert np.array_equal(infos["transition_valid"], ~on_it), "only the rows of the killed worker are invalid"
             assert truncations[on_it].all() and not terminations.any() and not rewards[on_it].any()
             assert (obs[~on_it] == 2).all(), "the environments of other workers went on"
-            _step_until(envs, lambda: all(place != before[0] for place in _places(envs) or before))
-            assert "node_lost" not in _kinds(envs), "a worker was killed, not a node"
+            assert "SIGKILL" in infos["loss_reason"][0], f"the reason lacks the signal: {infos['loss_reason'][0]}"
+            step_until(envs, lambda: all(place != before[0] for place in places(envs) or before))
+            assert "node_lost" not in kinds(envs), "a worker was killed, not a node"
 
-    def test_a_killed_node_is_replaced(self, folder: Path) -> None:
+    def test_a_killed_node_is_replaced(self, folder: Path, record_property: Record) -> None:
         with self._make(folder) as envs:
-            before = _start(envs)
-            agents = [(place["where"], place["agent"], place["began"]) for place in before]
+            before = start(envs)
+            agents = list(map(agent, before))
+            begin = time.time()
             self.kill_node(envs, 0)
-            lost = _step_until(envs, lambda: _kinds(envs).count("node_joined") == self.nodes + 1)
-            on_it = {slot for slot, agent in enumerate(agents) if agent == agents[0]}
-            assert "node_lost" in _kinds(envs) and lost <= on_it, f"slots {lost} were lost, the node had {on_it}"
-            after: Sequence[dict[str, Any]] = ()
+            lost = step_until(envs, lambda: kinds(envs).count("node_joined") == self.nodes + 1)
+            on_it = {slot for slot, its in enumerate(agents) if its == agents[0]}
+            assert "node_lost" in kinds(envs) and lost <= on_it, f"slots {lost} were lost, the node had {on_it}"
+            record_property("detected_s", _time_of(envs, "node_lost") - begin)
+            after: Sequence[Place] = ()
 
             def is_whole() -> bool:
                 nonlocal after
-                after = _places(envs)
+                after = places(envs)
                 return bool(after) and not envs.stats()["missing_nodes"]
 
-            _step_until(envs, is_whole)
-            assert agents[0] not in _agents(after), "the old node is still there"
-            assert "transition_valid" not in envs.step(_actions(envs))[4], "all environments run again"
+            step_until(envs, is_whole)
+            record_property("lost_steps", int(envs.stats()["incarnations"].sum()))  # each began with a step lost
+            assert agents[0] not in map(agent, after), "the old node is still there"
+            assert "transition_valid" not in envs.step(actions(envs))[4], "all environments run again"
         self._await_nothing(folder, [*before, *after])
+
+    def test_a_node_that_is_asked_to_leave(self, folder: Path, record_property: Record) -> None:
+        """It delivers the steps that it has finished, says why it leaves, and is replaced."""
+        with self._make(folder, _SLOW) as envs:
+            collector = envs.collector(_steady(), info_keys=("at",), seed=1)
+            collector.rollout(2)
+            before = envs.call("place")
+            others = [slot for slot, place in enumerate(before) if agent(place) != agent(before[0])]
+            self.ask_to_leave(envs, 0, 1.0)
+            asked_at, deadline = time.time() + 1.0, time.monotonic() + WAIT_S
+            while "node_lost" not in kinds(envs):
+                assert time.monotonic() < deadline, f"the node did not leave within {WAIT_S:.0f} s: {envs.events()}"
+                batch = collector.rollout(100)
+            assert batch.valid[:, others].all(), "the rows of other nodes"
+            rows = batch.valid[:, 0]
+            assert rows.any() and rows[: rows.sum()].all(), f"its first steps, and not {np.flatnonzero(rows)}"
+            record_property("lost_steps", _count_lost(batch.infos["at"][rows, 0], asked_at))
+            reason = next(event.reason for event in envs.events() if event.kind == "node_lost")
+            assert "preempted" in reason, f"the reason is {reason!r}"
+            assert collector.rollout(8).valid.all(), "all environments run again"
+            assert kinds(envs).count("node_joined") == self.nodes + 1 and not envs.stats()["missing_nodes"]
+            after = envs.call("place")
+        self._await_nothing(folder, [*before, *after])
+
+    def test_a_node_that_joins_late(self, folder: Path, record_property: Record) -> None:
+        """It collects soon after it has joined, with the weights that were current then."""
+        backend = dataclasses.replace(self._backend(folder), move_after_s=None)  # its slots wait for it
+        with self._run(backend, _SLOW) as envs:
+            policy = _steady()
+            collector = envs.collector(policy, seed=1)
+            collector.rollout(2)
+            self.kill_node(envs, 0)
+            versions = [(time.time(), collector.publish())]
+            stream, deadline = collector.stream(8), time.monotonic() + WAIT_S
+            for batch in stream:
+                if (batch.incarnations[batch.slots == 0] > 0).any():
+                    break
+                assert time.monotonic() < deadline, f"it did not join within {WAIT_S:.0f} s; events: {envs.events()}"
+                policy.values["b"][0] += 1.0
+                versions.append((time.time(), collector.publish()))
+            joined_at = _time_of(envs, "node_joined")
+            first_s = time.time() - joined_at
+            stream.close()
+            assert kinds(envs).count("node_joined") == self.nodes + 1
+            current = [version for published_at, version in versions if published_at <= joined_at]
+            assert batch.versions.min() >= max(current, default=0), "the weights are older than the node"
+            record_property("first_s", first_s)
+            assert first_s < _FIRST_S, f"its first fragment came {first_s:.1f} s after it had joined"
 
     def test_scale(self, folder: Path) -> None:
         if self.max_nodes is None:
             pytest.skip("no room for more nodes")
         with self._make(folder, max_nodes=self.max_nodes) as envs:
-            _start(envs)
+            start(envs)
             envs.scale(self.max_nodes)
-            _step_until(envs, lambda: len(_agents(_places(envs))) == self.max_nodes)
+            step_until(envs, lambda: _number(places(envs)) == self.max_nodes)
             envs.scale(self.nodes)
-            _step_until(envs, lambda: len(_agents(_places(envs))) == self.nodes)
-            _step_until(envs, lambda: "node_left" in _kinds(envs))
-            assert "node_lost" not in _kinds(envs), envs.events()
-            places = _places(envs)
-        self._await_nothing(folder, places)
+            step_until(envs, lambda: _number(places(envs)) == self.nodes)
+            step_until(envs, lambda: "node_left" in kinds(envs))
+            assert "node_lost" not in kinds(envs), envs.events()
+            after = places(envs)
+        self._await_nothing(folder, after)
 
-    def test_close_is_bounded_and_leaves_nothing(self, folder: Path) -> None:
+    def test_close_is_bounded_and_leaves_nothing(self, folder: Path, record_property: Record) -> None:
         envs = self._make(folder)
-        places = _start(envs)
+        before = start(envs)
         begin = time.monotonic()
         envs.close()
         seconds = time.monotonic() - begin
+        record_property("closed_s", seconds)
         assert seconds < _CLOSE_S + 2.0, f"close() took {seconds:.1f} s"
-        self._await_nothing(folder, places)
+        self._await_nothing(folder, before)
+
+    @pytest.mark.parametrize("times", [1, 2])
+    def test_ctrl_c_leaves_nothing(self, folder: Path, tmp_path: Path, times: int, record_property: Record) -> None:
+        """In a terminal: all processes of the script's group get the signal, a second time while it closes."""
+        with run_head(self._backend(folder), self.num_envs, tmp_path) as head:
+            begin = time.monotonic()
+            for _ in range(times):
+                if head.process.poll() is None:
+                    os.killpg(head.process.pid, signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    head.process.wait(0.3)
+            head.process.wait(WAIT_S)
+            seconds = time.monotonic() - begin
+        record_property("closed_s", seconds)
+        text = head.log.read_text()
+        assert "KeyboardInterrupt" in text, f"the script says: {text}"
+        assert seconds < _CLOSE_S + 2.0, f"the script ended {seconds:.1f} s after Ctrl-C, and says: {text}"
+        self._await_nothing(folder, head.places)
 
     def test_gc_removes_what_a_killed_head_left(self, folder: Path, tmp_path: Path) -> None:
-        pickled = tmp_path / "backend"
-        pickled.write_bytes(cloudpickle.dumps((self._backend(folder), self.num_envs)))
-        command = [sys.executable, "-c", _HEAD, str(pickled)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as head:
-            assert head.stdout is not None
-            line = head.stdout.readline()
-            head.kill()
-        places = json.loads(line)
-        assert list(folder.glob("clusterenv-*")), "the run has no folder below the one that make_backend() was given"
-        said: list[str] = []
-        assert remove([folder], False, said.append) == (1, 0), f"`clusterenv gc` says: {said}"
-        self._await_nothing(folder, places)
+        with run_head(self._backend(folder), self.num_envs, tmp_path) as head:
+            pass
+        self._collect_garbage(folder, head.places)
+
+    def test_nothing_runs_after_its_head_was_killed(
+        self, folder: Path, tmp_path: Path, record_property: Record
+    ) -> None:
+        """Node agents end by themselves with their lease, and `clusterenv gc` removes the rest."""
+        with run_head(self._backend(folder), self.num_envs, tmp_path) as head:
+            pass
+        begin = time.monotonic()
+        self._await_end(head.places)
+        seconds = time.monotonic() - begin
+        record_property("gone_s", seconds)
+        assert seconds < _ENDS_S, f"the last one ended {seconds:.1f} s after its head"
+        self._collect_garbage(folder, head.places)
 
     def test_nodes_that_never_join(self, folder: Path) -> None:
         """Nodes that dial an address where nothing listens raise an error that names them, and leave nothing behind."""
@@ -242,60 +350,32 @@ def _cart_pole() -> Any:
     return gymnasium.make("CartPole-v1")
 
 
-def _actions(envs: ce.ClusterEnv, slot: int = 0, action: int = STEP) -> Any:
-    actions = np.full(envs.num_envs, STEP)
-    actions[slot] = action
-    return actions
+def _policy(w: Any, b: Any) -> ce.NumpyPolicy:
+    return ce.NumpyPolicy(linear, {"w": np.array(w, np.float32), "b": np.array(b, np.float32)}, dist="categorical")
 
 
-def _start(envs: ce.ClusterEnv) -> Sequence[dict[str, Any]]:
-    """Reset and step once, because a failure before the first step raises at once; return the environments' places."""
-    envs.reset(seed=1)
-    envs.step(_actions(envs))
-    return envs.call("place")
+def _steady() -> ce.NumpyPolicy:
+    """Return a policy for `Fragile` that kills nothing."""
+    return _policy(np.zeros((1, 3)), [100.0, -100.0, -100.0])
 
 
-def _step_until(envs: ce.ClusterEnv, condition: Callable[[], bool]) -> set[int]:
-    """Step until the condition holds; return the slots that lost an episode on the way."""
-    deadline, lost = time.monotonic() + _WAIT_S, set[int]()
-    while not condition():
-        assert time.monotonic() < deadline, f"it did not happen within {_WAIT_S:.0f} s; events: {envs.events()}"
-        infos = envs.step(_actions(envs))[4]
-        if "transition_valid" in infos:
-            lost |= set(np.flatnonzero(~infos["transition_valid"]).tolist())
-    return lost
+def _number(those: Sequence[Place]) -> int:
+    """Return the number of node agents at these places."""
+    return len(set(map(agent, those)))
 
 
-def _await(condition: Callable[[], bool], text: str, detail: Callable[[], Any] = lambda: "") -> None:
-    deadline = time.monotonic() + _WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{text} after {_WAIT_S:.0f} s {detail()}"
-        time.sleep(0.1)
+def _time_of(envs: ce.ClusterEnv, kind: str) -> float:
+    """Return when the last event of this kind was recorded."""
+    return [event.time_s for event in envs.events() if event.kind == kind][-1]
 
 
-def _places(envs: ce.ClusterEnv) -> Sequence[dict[str, Any]]:
-    """Return the environments' places; empty while one of them waits to be rebuilt."""
-    try:
-        places: Sequence[dict[str, Any]] = envs.call("place")
-    except ce.WorkerLostError:
-        return ()
-    return places
+def _count_lost(at: Any, asked_at: float) -> int:
+    """Return how many steps, of which those that ended `at` were delivered, had ended when the node was asked to leave.
+
+    The clocks of nodes may differ from this one: it is recorded, and not asserted.
+    """
+    return max(0, int((asked_at - at[-1]) / np.median(np.diff(at)))) if len(at) > 1 else 0
 
 
-def _agents(places: Sequence[dict[str, Any]]) -> set[tuple[Any, ...]]:
-    return {(place["where"], place["agent"], place["began"]) for place in places}
-
-
-def _kinds(envs: ce.ClusterEnv) -> list[str]:
-    return [event.kind for event in envs.events()]
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def _same(ours: Any, theirs: Any) -> None:
+def _check_same(ours: Any, theirs: Any) -> None:
     assert data_equivalence(ours, theirs, exact=True), f"{ours} in place of {theirs}"
