@@ -255,19 +255,21 @@ def test_a_requeued_job_comes_back_by_itself(tmp_path):
 
 @pytest.mark.guarantee(3)
 @on_slurm
-def test_a_machine_that_is_gone(tmp_path):
+def test_a_machine_that_is_gone(tmp_path, record_property):
     cluster = real.running["slurm"]
     with make(tmp_path) as envs:
         collector = envs.collector(policy(), seed=1)
         collector.rollout(8)
         done = subprocess.run(["squeue", "--noheader", "--format=%N"], capture_output=True, text=True)
         name = done.stdout.split()[0]
+        begin = time.time()
         cluster.kill_node(name)
         try:
             deadline = time.monotonic() + 100
             while joined(envs) < 3:
                 assert time.monotonic() < deadline, envs.events()
                 assert collector.rollout(32).obs.shape == (32, 4, 4)
+            record_property("detected_s", next(e.time_s for e in envs.events() if e.kind == "node_lost") - begin)
             assert collector.rollout(8).valid.all()
         finally:
             cluster.start_node(name)
