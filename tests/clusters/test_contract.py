@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import threading
+import time
 
 import psutil
 import pytest
@@ -54,8 +55,11 @@ class TestKubernetes(BackendContract):
 
     def kill_node(self, envs, slot):
         """The agent is process 1 of its pod, which nobody inside can kill; deleting the pod would warn it."""
-        (agent,) = [process for process in psutil.Process().children(recursive=True) if is_agent(process, self._pod())]
+        pod = self._pod()
+        (agent,) = [process for process in psutil.Process().children(recursive=True) if is_agent(process, pod)]
+        killed_at = time.time()
         agent.kill()
+        return killed_at
 
     def ask_to_leave(self, envs, slot, after_s):
         command = ("delete", "--wait=false", f"pod/{self._pod()}")

@@ -191,6 +191,31 @@ def test_where_no_thread_can_be_started_it_is_done_in_the_callers(monkeypatch):
     assert calls == [threading.current_thread()]
 
 
+LIBRARY = """
+import atexit
+from clusterenv.system.teardown import Teardown, precede_exit_handlers
+
+first = Teardown(lambda: print("first"), 30)
+atexit.register(print, "library")
+{then}
+"""
+
+
+@pytest.mark.guarantee(15)
+@pytest.mark.parametrize(
+    ("then", "order"),
+    [
+        ("", "library first"),
+        ("precede_exit_handlers()", "first library"),
+        ("second = Teardown(lambda: print('second'), 30)", "second first library"),
+    ],
+)
+def test_at_exit_it_precedes_the_handlers_of_what_backends_import(then, order):
+    """That of the Kubernetes client deletes certificates, without which pods would be left behind."""
+    done = subprocess.run([sys.executable, "-c", LIBRARY.format(then=then)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == order.split(), done.stderr
+
+
 def test_what_it_raises_is_raised_where_it_is_awaited():
     def fail():
         raise OSError("no such socket")

@@ -34,7 +34,7 @@ from clusterenv.recovery import Recovery
 from clusterenv.spec import Blueprint
 from clusterenv.system import termination
 from clusterenv.system.open_files import allow_open_files
-from clusterenv.system.teardown import Teardown
+from clusterenv.system.teardown import Teardown, precede_exit_handlers
 from clusterenv.transport.sockets import listening_on
 from clusterenv.worker.setup import WorkerConfig
 
@@ -185,6 +185,7 @@ def _launch(remote: Remote, folder: RunFolder, lease_s: float, address: str, clo
     digests = folder.digests if remote.owner_squashed else ()
     plan = Plan(folder.run, folder.path, folder.files, lease_s, remote.allow_pickle, address, closing, digests)
     jobs = remote.launch(plan)
+    precede_exit_handlers()
     try:
         if isinstance(jobs, LeavesJobs):
             if not isinstance(remote, CollectsGarbage):

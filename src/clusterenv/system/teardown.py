@@ -51,6 +51,7 @@ class Teardown:
         self._num_waiting = 0
         self._error: BaseException | None = None
         _PENDING.append(self)
+        precede_exit_handlers()
 
     def __call__(self) -> None:
         """Begin, unless begun, and wait for the end; raise what the action raised. An interrupt only ends the wait."""
@@ -119,4 +120,17 @@ def _at_exit() -> None:
         teardown.finish()
 
 
-atexit.register(_at_exit)
+def _at_exit_first() -> None:
+    _at_exit()
+
+
+def precede_exit_handlers() -> None:
+    """End runs before the exit handlers that others have registered so far; called when a backend has connected.
+
+    Handlers run in reverse order, and that of the Kubernetes client deletes the certificates that it needs to connect.
+    """
+    atexit.unregister(_at_exit_first)
+    atexit.register(_at_exit_first)
+
+
+atexit.register(_at_exit)  # for runs that begin in an exit handler: what is registered there is not called

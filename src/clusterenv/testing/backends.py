@@ -80,9 +80,14 @@ class BackendContract:
         """
         raise NotImplementedError
 
-    def kill_node(self, envs: ce.ClusterEnv, slot: int) -> None:
-        """Kill the node of this slot without warning. Override this if the agent is process 1, as in a pod."""
+    def kill_node(self, envs: ce.ClusterEnv, slot: int) -> float:
+        """Kill the node of this slot without warning; return the `time.time()` of that.
+
+        Override this if the agent is process 1, as in a pod.
+        """
+        killed_at = time.time()
         envs.step(actions(envs, slot, KILL_NODE))
+        return killed_at
 
     def ask_to_leave(self, envs: ce.ClusterEnv, slot: int, after_s: float) -> None:
         """Return at once; ask the node of this slot to leave `after_s` later. Default: its agent gets SIGTERM.
@@ -193,12 +198,11 @@ class BackendContract:
         with self._make(folder) as envs:
             before = start(envs)
             agents = list(map(agent, before))
-            begin = time.time()
-            self.kill_node(envs, 0)
+            killed_at = self.kill_node(envs, 0)
             lost = step_until(envs, lambda: kinds(envs).count("node_joined") == self.nodes + 1)
             on_it = {slot for slot, its in enumerate(agents) if its == agents[0]}
             assert "node_lost" in kinds(envs) and lost <= on_it, f"slots {lost} were lost, the node had {on_it}"
-            record_property("detected_s", _time_of(envs, "node_lost") - begin)
+            record_property("detected_s", _time_of(envs, "node_lost") - killed_at)
             after: Sequence[Place] = ()
 
             def is_whole() -> bool:
