@@ -52,8 +52,9 @@ def await_no_agents(timeout_s=15.0):
 
 
 def files():
-    """In the temporary directory, of actors and runs."""
-    return {path.name for path in Path(tempfile.gettempdir()).glob("clusterenv-*")}
+    """In the temporary directory, of actors. Folders with a note belong to runs of other processes on this machine."""
+    found = Path(tempfile.gettempdir()).glob("clusterenv-*")
+    return {path.name for path in found if not (path / "head.json").exists()}
 
 
 @pytest.mark.guarantee(3, 15)
@@ -109,7 +110,7 @@ def test_bad_input(monkeypatch):
 
 HEAD = """
 import time, numpy as np, clusterenv as ce
-backend = ce.Ray(nodes=2, address={address!r}, bind="lo", heartbeat_s={fast})
+backend = ce.Ray(nodes=2, address={address!r}, bind="lo", heartbeat_s={fast}, folder={folder!r})
 envs = ce.ClusterEnv("CartPole-v1", 2, backend=backend)
 envs.reset(seed=1)
 print("running", flush=True)
@@ -118,8 +119,8 @@ time.sleep(100)
 
 
 @pytest.mark.guarantee(13)
-def test_nothing_runs_after_its_head_was_killed(record_property):
-    code = HEAD.format(address=real.running["ray"].address, fast=FAST)
+def test_nothing_runs_after_its_head_was_killed(tmp_path, record_property):
+    code = HEAD.format(address=real.running["ray"].address, fast=FAST, folder=str(tmp_path))
     head = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert head.stdout is not None
     while (line := head.stdout.readline()) != "running\n":
