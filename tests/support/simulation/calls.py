@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from clusterenv.errors import CrashLoopError, DeadlineError, EnvError, WorkerLostError
+from clusterenv.errors import CrashLoopError, DeadlineError, EnvError, UsageError, WorkerLostError
 from clusterenv.vector.phases import Phase
 from simulation.environment import ACTIONS
 from simulation.invariants import check_size
@@ -120,12 +120,23 @@ class User:
 
     # -- Gymnasium's calls ------------------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        self.actions = {}
+    def _draw_seed(self) -> int | None:
         draw = self.world.choices.draw
         seed = draw(1000) * 100 if draw(3) == 0 else None
         if seed is not None:
             self.world.user_seeds.update(range(seed, seed + self.n))
+        return seed
+
+    def _draw_mask(self) -> Any:
+        """Return some slots, as bools [N]."""
+        mask = np.array([self.world.choices.draw(2) == 0 for _ in range(self.n)])
+        if not mask.any():
+            mask[self.world.choices.draw(self.n)] = True
+        return mask
+
+    def reset(self) -> None:
+        self.actions = {}
+        seed = self._draw_seed()
         try:
             obs, _ = self._attempt(lambda: self.envs.reset(seed=seed), *LOSSES, is_whole=True)
         except LOSSES:
@@ -136,11 +147,11 @@ class User:
         self.ledger.reset(list(range(self.n)), obs, seeds)
 
     def masked_reset(self) -> None:
-        mask = np.array([self.world.choices.draw(2) == 0 for _ in range(self.n)])
-        if not mask.any():
-            mask[self.world.choices.draw(self.n)] = True
+        mask = self._draw_mask()
         if not MASKED_RESET_IN_FLIGHT:  # leaves only rows that report a loss in flight: the next step delivers them
             mask |= self.driver.rows.awaited & ~self.driver.rows.is_loss
+        if not self.envs._guard.was_reset:  # the first reset is of all slots
+            mask[:] = True
         self.actions = {}
         slots = np.flatnonzero(mask).tolist()
         others = np.flatnonzero(~mask).tolist()
@@ -245,12 +256,27 @@ class User:
 
     def call(self) -> None:
         slots = [slot for slot in range(self.n) if self.world.choices.draw(2) == 0] or None
+        name = ("call", "get_attr")[self.world.choices.draw(2)]
         try:
-            found = self._attempt(lambda: self.envs.call("identify", slots=slots), *LOSSES)
+            if name == "call":
+                found = self._attempt(lambda: self.envs.call("identify", slots=slots), *LOSSES, UsageError)
+            else:
+                found = self._attempt(lambda: self.envs.get_attr("identity", slots=slots), *LOSSES, UsageError)
+        except UsageError:
+            self._refused_when_loaded()
+            return
         except LOSSES:
             self._lost_beside()
             return
-        for slot, (said, env) in zip(slots or range(self.n), found, strict=True):
+        self._check_answers(slots or list(range(self.n)), found)
+
+    def _refused_when_loaded(self) -> None:
+        guard = self.envs._guard
+        if guard.was_reset or not guard.is_resumed:
+            self.world.fail(f"{self.world.call} was refused in {self.phase}")
+
+    def _check_answers(self, slots: list[int], found: Any) -> None:
+        for slot, (said, env) in zip(slots, found, strict=True):
             last = self.ledger.views[slot].last
             if said != slot or self.world.envs[env].slot != slot:
                 self.world.fail(f"call(): slot {slot} answered as slot {said}")

@@ -14,6 +14,9 @@ from clusterenv.vector import guard, phases
 __all__ = ["Coverage", "counted"]
 
 
+CALLS = ("reset", "send", *phases.AWAITED, *phases._OF_ALL)
+
+
 class Coverage:
     def __init__(self) -> None:
         self.counts: dict[str, Counter[str]] = {"after_loss": Counter(), "slot": Counter(), "call": Counter()}
@@ -27,7 +30,7 @@ class Coverage:
         """Return for each table the entries taken, the rarest of them, and the entries never taken."""
         known = {
             "slot": {_move(a, b) for a, after in slots._MOVES.items() for b in after},
-            "call": {f"{c} in {p.name}" for p, calls in phases._REFUSED.items() for c in calls} | _ALLOWED,
+            "call": {f"{call} in {phase.name}" for phase in phases.Phase for call in CALLS},
         }
         found = []
         for table, counts in sorted(self.counts.items()):
@@ -38,19 +41,6 @@ class Coverage:
             if missing:
                 found.append("  never: " + "; ".join(missing))
         return found
-
-
-_ALLOWED = {
-    f"{call} in {phase}"
-    for phase, calls in {
-        "IDLE": ("reset", "step", "send", "rollout", "stream", "evaluate", "call", "set_attr"),
-        "PARTIAL": ("reset", "recv", "send"),
-        "COLLECTING": ("reset", "rollout", "evaluate", "call"),
-        "INTERRUPTED": ("reset",),
-        "NEW": ("reset",),
-    }.items()
-    for call in calls
-}
 
 
 def _move(before: Any, after: Any) -> str:

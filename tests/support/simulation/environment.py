@@ -58,6 +58,10 @@ class SimulatedEnv(gym.Env[Any, Any]):
 
     def identify(self) -> tuple[int, int]:
         """Return slot and number; called through `ClusterEnv.call`."""
+        return self.identity
+
+    @property
+    def identity(self) -> tuple[int, int]:
         self._fault("call")
         return self.slot, self.number
 

@@ -132,10 +132,9 @@ class Ledger:
         self, slot: int, view: View, done: Produced, reward: float, flags: tuple[bool, bool], action: int | None
     ) -> None:
         last = view.last
-        assert last is not None
         self._need(done.t > 0, slot, f"the first row of an episode instead of a step, after {_of(last)}")
-        skipped = view.may_skip and done.env >= last.env and done.before > last.number
-        follows = done.before == last.number or skipped
+        skipped = view.may_skip and (last is None or (done.env >= last.env and done.before > last.number))
+        follows = skipped or (last is not None and done.before == last.number)
         self._need(follows, slot, f"{_of(done)} does not follow {_of(last)}, which was delivered before")
         self._need(reward == done.number, slot, f"reward {reward} of another row than {done.number}")
         self._need(flags == (done.terminated, done.truncated), slot, f"flags {flags} of another row")
@@ -146,9 +145,9 @@ class Ledger:
     def _loss_row(self, slot: int, obs: Any, infos: dict[str, Any], row: int) -> None:
         view, world = self.views[slot], self._world
         last = view.last
+        if view.may_skip and (last is None or self.mode is not SAME_STEP):
+            last = view.last = self._see(slot, infos["final_obs"][row] if self.mode is SAME_STEP else obs, "step")
         assert last is not None
-        if view.may_skip and self.mode is not SAME_STEP:
-            last = view.last = self._see(slot, obs, "step")
         is_known = not view.may_skip and not view.is_broken
         self._need(not world.envs[last.env].is_alive, slot, f"a loss is reported, but {_of(last)} is there still")
         self._need(bool(infos["loss_reason"][row]), slot, "a loss without a reason")

@@ -8,20 +8,46 @@ from typing import Any
 import numpy as np
 
 import clusterenv as ce
-from clusterenv.errors import CrashLoopError, DeadlineError, UsageError, WorkerLostError
-from clusterenv.vector.phases import Phase, refusal
-from simulation.calls import LOSSES, MASKED_RESET_IN_FLIGHT, Ended, User
+from clusterenv.errors import CrashLoopError, DeadlineError, WorkerLostError
+from clusterenv.vector.phases import Phase
+from simulation.async_calls import AsyncUser
+from simulation.calls import LOSSES, Ended
 from simulation.ledger import logits, logprob
 
 __all__ = ["Program"]
 
 
-class Program(User):
+_CALLS: dict[Phase, tuple[str, ...]] = {
+    Phase.NEW: (
+        *["reset"] * 4,
+        "reset_async",
+        "call",
+        "call_async",
+        "set_attr",
+        "rollout",
+        "stream",
+        "evaluate",
+        "load",
+    )
+    + ("misuse",) * 4,
+    Phase.IDLE: (*["step"] * 4, *["send"] * 2, *["rollout"] * 2, "stream", "reset", *["masked reset"] * 2, "call")
+    + ("set_attr", "evaluate", "pause", "step with a policy", "scale", "step_async", "reset_async", "call_async")
+    + ("load", "misuse"),
+    Phase.PARTIAL: (*["recv"] * 4, *["send"] * 2, "pause", "masked reset", "reset", "misuse"),
+    Phase.RESETTING: (*["reset_wait"] * 4, "pause", "reset", "masked reset", *["misuse"] * 4),
+    Phase.STEPPING: (*["step_wait"] * 4, "pause", "reset", "masked reset", *["misuse"] * 4),
+    Phase.CALLING: (*["call_wait"] * 4, "pause", "reset", "masked reset", *["misuse"] * 4),
+    Phase.COLLECTING: (*["rollout"] * 3, "pause", "evaluate", "call", "set_attr", "masked reset", "reset", "misuse"),
+    Phase.INTERRUPTED: (*["reset"] * 6, "reset_async", "call", "call_async", "set_attr", "load", *["misuse"] * 3),
+}
+"""The calls that the user may make in each phase, as often as they are likely."""
+
+
+class Program(AsyncUser):
     # -- running ----------------------------------------------------------------------------------------------
 
     def run(self, num_events: int) -> None:
         world = self.world
-        self._do("reset", self.reset)
         while world.num_events < num_events:
             name, function = self._next()
             self._do(name, function)
@@ -29,58 +55,12 @@ class Program(User):
         self._finish()
 
     def _next(self) -> tuple[str, Callable[[], None]]:
-        phase, draw = self.phase, self.world.choices.draw
-        options: list[tuple[str, Callable[[], None]]]
-        if phase is Phase.IDLE:
-            options = [
-                ("step", self.step),
-                ("step", self.step),
-                ("step", self.step),
-                ("step", self.step),
-                ("send", self.send),
-                ("send", self.send),
-                ("rollout", self.rollout),
-                ("rollout", self.rollout),
-                ("stream", self.stream),
-                ("reset", self.reset),
-                ("masked reset", self.masked_reset),
-                ("masked reset", self.masked_reset),
-                ("call", self.call),
-                ("set_attr", self.set_attr),
-                ("evaluate", self.evaluate),
-                ("pause", self.pause),
-                ("step with a policy", self.step_with_policy),
-                ("scale", self.scale),
-            ]
-        elif phase is Phase.PARTIAL:
-            options = [
-                ("recv", self.recv),
-                ("recv", self.recv),
-                ("recv", self.recv),
-                ("recv", self.recv),
-                ("send", self.send),
-                ("send", self.send),
-                ("pause", self.pause),
-                ("masked reset", self.masked_reset),
-                ("reset", self.reset),
-            ]
-        elif phase is Phase.COLLECTING:
-            options = [
-                ("rollout", self.rollout),
-                ("rollout", self.rollout),
-                ("rollout", self.rollout),
-                ("pause", self.pause),
-                ("evaluate", self.evaluate),
-                ("call", self.call),
-                ("masked reset", self.masked_reset),
-                ("reset", self.reset),
-            ]
-        else:
-            options = [("reset", self.reset)]
-            if self.envs._guard.was_reset and MASKED_RESET_IN_FLIGHT:
-                options.append(("masked reset", self.masked_reset))
-        options.append(("misuse", self.misuse))
-        return options[draw(len(options))]
+        """Draw the next call, of those that are possible in this phase."""
+        names = _CALLS[self.phase]
+        if self.phase is Phase.NEW:
+            self.ledger.give_up(list(range(self.n)))  # a collector resets all slots, and keeps their first rows
+        name = names[self.world.choices.draw(len(names))]
+        return name, getattr(self, name.replace(" a ", " ").replace(" ", "_"))
 
     def _finish(self) -> None:
         """Check that without further faults a reset restores all environments, and each of them steps."""
@@ -103,6 +83,7 @@ class Program(User):
             draw = self.world.choices.draw
             on_loss, prefetch, sync = ("rerun", "mask")[draw(2)], draw(4) == 3, (None, ce.Every(2))[draw(2)]
             self.is_always = sync is None and not prefetch
+            self.world.user_seeds.update(range(1, 1 + self.n))  # a collector resets environments that never were
             self.collectors = [self.envs.collector(self.policy, seed=1, on_loss=on_loss, prefetch=prefetch, sync=sync)]
         return self.collectors[0]
 
@@ -173,8 +154,9 @@ class Program(User):
         self.ledger.begin_stream()
         try:
             for _ in range(1 + draw(5)):
-                if draw(8) == 7:
-                    self.misuse()
+                aside = draw(12)
+                if aside > 8:
+                    (self.misuse, self.call, self.set_attr)[aside - 9]()
                 batch = self._attempt(lambda: next(items), *LOSSES)
                 self._note_version(collector)
                 self._read_events()
@@ -203,33 +185,6 @@ class Program(User):
             self._attempt(items.close, CrashLoopError)
         except CrashLoopError:
             self.ledger.give_up(list(range(self.n)))
-
-    def misuse(self) -> None:
-        """Check that a call that is invalid in this phase is refused, and changes nothing."""
-        phase = self.phase
-        calls: dict[str, Callable[[], Any]] = {
-            "step": lambda: self.envs.step(np.zeros(self.n, np.int64)),
-            "send": lambda: self.envs.send(np.zeros(self.n, np.int64)),
-            "recv": self.envs.recv,
-            "call": lambda: self.envs.call("identify"),
-            "get_attr": lambda: self.envs.get_attr("slot"),
-            "set_attr": lambda: self.envs.set_attr("mark", 1),
-            "rollout": lambda: self._collector().rollout(1),
-            "stream": lambda: next(self._collector().stream(1)),
-            "evaluate": lambda: self._collector().evaluate(episodes=1),
-            "reset": self.envs.reset,
-        }
-        names = [name for name in calls if refusal(name, phase) is not None]
-        if not names:
-            return
-        name = names[self.world.choices.draw(len(names))]
-        try:
-            calls[name]()
-        except UsageError:
-            if self.phase is not phase:
-                self.world.fail(f"{name}() was refused in {phase}, which is {self.phase} now")
-            return
-        self.world.fail(f"{name}() was not refused in {phase}")
 
     def evaluate(self) -> None:
         collector, episodes = self._collector(), 1 + self.world.choices.draw(4)
