@@ -63,6 +63,10 @@ class Engine:
         state = self.state
         state.rows.expect(slots)
         place = {slot: i for i, slot in enumerate(slots)}
+        if state.is_vector and state.slots:
+            for stepped in state.workers:
+                if stepped.slots[0] in place:
+                    state.slots.unite(stepped.slots)
         live: list[list[int]] = [[] for _ in state.workers]
         for slot in slots:
             asked = state.slots.step(slot)
@@ -125,7 +129,7 @@ class Engine:
     def _can_be_set(self, slot: int) -> bool:
         """Return whether the environment exists, or is being rebuilt with the attributes known before."""
         slots = self.state.slots
-        return not slots.is_gone(slot) or (slots.env(slot) is Env.REBUILDING and not self.state.is_vector)
+        return not slots.is_gone(slot) or slots.env(slot) is Env.REBUILDING
 
     # -- received messages ------------------------------------------------------------------------------------
 

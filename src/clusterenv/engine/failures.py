@@ -137,8 +137,11 @@ class Failures:
         state = self._state
         for worker in state.workers:
             due = [] if worker.is_absent else state.slots.due(worker.slots, now_s)
+            if due and state.is_vector:
+                # The rows of its other slots may have arrived: nothing is rebuilt over them before they are delivered.
+                due = [] if state.rows.has_row(worker.slots) else worker.slots
             if due:
-                self._rebuild(worker.index, worker.slots if state.is_vector else due, now_s)
+                self._rebuild(worker.index, due, now_s)
 
     def _rebuild(self, worker: int, slots: list[int], now_s: float) -> None:
         state, incarnations = self._state, self._state.incarnations

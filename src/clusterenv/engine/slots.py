@@ -227,6 +227,22 @@ class Slots:
 
     # -- requests ---------------------------------------------------------------------------------------------
 
+    def unite(self, slots: list[int]) -> None:
+        """Make the slots of a vector environment alike before they step together: if one has a loss to report, or waits
+        with a first row while others are within an episode, all of them report a loss, and the environment is rebuilt.
+
+        A reset of only some of them does that: it rebuilds an environment that was lost for all of them.
+        """
+        records = [self.records[slot] for slot in slots if slot in self.records]
+        losses = [record.loss for record in records if record.loss is not None]
+        if len(losses) == len(slots) or (not losses and len(records) in (0, len(slots))):
+            return
+        loss = losses[0] if losses else Loss("its vector environment was rebuilt for a reset of other slots", False)
+        for slot in slots:
+            record = self._record(slot)
+            record.loss = record.loss or loss
+            record.move(Env.LOST, "steps with others")
+
     def step(self, slot: int) -> Asked | None:
         """Step the slot. Return None if it is live, so that its worker has to be asked. Otherwise its row needs no
         worker, or (neither loss nor first row) comes with its next incarnation."""

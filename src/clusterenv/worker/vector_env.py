@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from clusterenv.memory.progress import CALL, INIT, RESET, STEP
-from clusterenv.memory.rows import Buffers, assemble, bad_rows, coerce, flatten
+from clusterenv.memory.rows import Buffers, assemble, bad_rows, coerce, flatten, row_writer
 from clusterenv.spec import Vector
 from clusterenv.wire.infos import Column, Columns, select
 from clusterenv.wire.requests import Build, Built, Call, Fault, Rebuild, Reply, Reset, SetAttr, Step, Sticky
@@ -75,6 +75,7 @@ class VectorGroup:
         self._buffers = buffers
         self._space = observation_space
         self._rows = slice(self._slots[0], self._slots[-1] + 1)
+        self._write_one = row_writer(observation_space, buffers)
 
     def step_all(self, request: int) -> Reply | None:
         venv, buffers, rows = self._venv, self._buffers, self._rows
@@ -87,11 +88,12 @@ class VectorGroup:
             self._calls += 1
             self._calls[self._over] = 0
             obs, rewards, terminations, truncations, infos = venv.step(actions)
-            side = self._write(obs)
+            self._refuse_bad_finals(infos)
+            sides = self._write(obs)
             buffers.reward[rows] = rewards
             buffers.terminated[rows] = terminations
             buffers.truncated[rows] = truncations
-            self._refuse_bad(side)
+            self._refuse_bad(sides)
             self._over = np.logical_or(terminations, truncations)
             if venv.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP:
                 self._calls[self._over] = 0
@@ -127,11 +129,11 @@ class VectorGroup:
                     seed = [dict(zip(request.slots, request.seeds, strict=True)).get(s) for s in self._slots]
             obs, infos = venv.reset(seed=seed, options=options)
             self._calls[asked], self._over[asked] = 0, False
-            side = self._write(obs)
+            sides = self._write(obs)
             self._buffers.reward[request.slots] = 0.0
             self._buffers.terminated[request.slots] = False
             self._buffers.truncated[request.slots] = False
-            self._refuse_bad(side)
+            self._refuse_bad(sides)
         except Caught as error:
             return Reply(request.request, request.slots, faults=self._faults(phase, error))
         columns = self._columns(infos) if infos else None
@@ -144,7 +146,8 @@ class VectorGroup:
         self._at[0], self._at[1] = self._slots[0], CALL
         try:
             if isinstance(request, SetAttr):
-                venv.set_attr(request.name, request.values)
+                if venv is not None:  # it could not be made: its next incarnation gets the attribute
+                    venv.set_attr(request.name, request.values)
                 return Reply(request.request, [], result=[])
             if request.name == "render":
                 result = venv.render()
@@ -158,22 +161,41 @@ class VectorGroup:
         venv, self._venv = self._venv, None
         close_env(venv)
 
-    def _write(self, obs: Any) -> int:
-        side = 1 - int(self._buffers.side[self._slots[0]])
-        leaves, count = self._buffers.layout.obs, len(self._slots)
-        for leaf, array, block in zip(leaves, self._buffers.obs, flatten(self._space, obs), strict=True):
-            array[side][self._rows] = coerce(block, leaf, "observation", count)
-        return side
+    def _write(self, obs: Any) -> Any:
+        """Write the observation of each slot on its undelivered side; return these sides, [K]."""
+        sides, leaves = 1 - self._buffers.side[self._rows], self._buffers.layout.obs
+        is_one = (sides == sides[0]).all()  # not after a reset of some slots: only their rows were delivered
+        for leaf, array, values in zip(leaves, self._buffers.obs, flatten(self._space, obs), strict=True):
+            block = coerce(values, leaf, "observation", len(self._slots))
+            if is_one:
+                array[sides[0]][self._rows] = block
+            else:
+                array[sides, self._slots] = block
+        return sides
 
-    def _refuse_bad(self, side: int) -> None:
+    def _refuse_bad(self, sides: Any) -> None:
         if not self._check:
             return
-        wrong = bad_rows(self._buffers, side, self._rows)
-        if wrong:
-            raise ValueError(f"slot {self._slots[wrong[0][0]]}: {wrong[0][1]}")
+        for side in np.unique(sides).tolist():
+            wrong = [i for i in bad_rows(self._buffers, side, self._rows) if sides[i[0]] == side]
+            if wrong:
+                raise ValueError(f"slot {self._slots[wrong[0][0]]}: {wrong[0][1]}")
         rewards = self._buffers.reward[self._rows]
         if not np.isfinite(rewards).all():
             raise ValueError(f"slot {self._slots[int(np.argmin(np.isfinite(rewards)))]}: reward is not finite")
+
+    def _refuse_bad_finals(self, infos: dict[str, Any]) -> None:
+        """Check last observations of episodes, which under SAME_STEP are infos, as if they were rows."""
+        finals = infos.get("final_obs")
+        if not self._check or not isinstance(finals, np.ndarray):
+            return
+        for i in np.flatnonzero(infos.get("_final_obs", ())).tolist():
+            slot = self._slots[i]
+            side = 1 - int(self._buffers.side[slot])
+            self._write_one(side, slot, finals[i])
+            wrong = bad_rows(self._buffers, side, [slot])
+            if wrong:
+                raise ValueError(f"slot {slot}: {wrong[0][1]}")
 
     def _columns(self, infos: dict[str, Any]) -> Columns:
         columns: Columns = {}
