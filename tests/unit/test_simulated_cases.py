@@ -272,3 +272,82 @@ def test_what_waits_for_a_place_to_run_does_not_wake_the_head() -> None:
         envs._driver._slots.bring_back(0)
         assert engine.next_due_s(world.clock.now_s) is None
         assert engine.next_due_s(world.clock.now_s - 1.0) == world.clock.now_s
+
+
+# -- vector environments ----------------------------------------------------------------------------------------
+
+FIRST = {"reset_mask": np.array([True, False])}
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_a_reset_of_some_slots_of_a_vector_environment_leaves_the_rows_of_each_step_to_it(mode: AutoresetMode) -> None:
+    with opened(2, 1, mode, is_vector=True) as (world, envs):
+        envs.reset()
+        envs.step(np.zeros(2, np.int64))
+        envs.reset(options=FIRST)
+        for t in (1, 2):
+            obs, rewards, *_ = envs.step(np.zeros(2, np.int64))
+            assert obs[:, 0].tolist() == rewards.tolist()
+            assert [world.of_number(number).t for number in obs[:, 0]] == [t, 1 + t]
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_slots_of_a_vector_environment_that_was_rebuilt_for_a_reset_of_some_report_a_loss_together(
+    mode: AutoresetMode,
+) -> None:
+    with opened(2, 1, mode, is_vector=True) as (world, envs):
+        envs.reset()
+        last, *_ = envs.step(np.zeros(2, np.int64))
+        envs._driver.executor.kill(0)
+        obs, _ = envs.reset(options=FIRST)
+        assert world.of_number(obs[0, 0]).t == 0 and obs[1, 0] == last[1, 0]
+        obs, rewards, _, truncations, infos = envs.step(np.zeros(2, np.int64))
+        assert not infos["transition_valid"].any() and truncations.all() and not rewards.any()
+        if mode is AutoresetMode.DISABLED:
+            obs, _ = envs.reset()
+        elif mode is AutoresetMode.NEXT_STEP:
+            obs, *_ = envs.step(np.zeros(2, np.int64))
+        assert [world.of_number(number).t for number in obs[:, 0]] == [0, 0]
+        obs, *_ = envs.step(np.zeros(2, np.int64))
+        assert [world.of_number(number).t for number in obs[:, 0]] == [1, 1]
+
+
+def test_a_vector_environment_is_not_rebuilt_over_a_row_that_has_arrived() -> None:
+    with opened(2, 1, is_vector=True) as (world, envs):
+        envs.reset()
+        envs.step(np.zeros(2, np.int64))
+        driver = envs._driver
+        driver.executor.kill(0)
+        envs.reset_async(options=FIRST)
+        driver.collect(1, None)  # slot 0 has its first row, slot 1 waits with its own
+        assert driver._slots.env(1) is Env.HELD
+        driver.executor.kill(0)
+        for _ in range(3):
+            driver.advance(None)
+            world.clock.now_s += 60.0
+        assert driver._slots.env(1) is Env.DUE
+        assert world.of_number(envs.reset_wait()[0][0, 0]).t == 0
+
+
+def test_an_attribute_reaches_a_vector_environment_that_is_being_made() -> None:
+    with opened(2, 1, is_vector=True) as (world, envs):
+        envs.reset()
+        driver = envs._driver
+        for slot in (0, 1):
+            driver._slots.lose_by_error(slot, "planned", world.clock.now_s)
+            driver._slots.bring_back(slot)
+        driver._engine.failures.rebuild_due(world.clock.now_s)
+        envs.set_attr("mark", 7)
+        assert [env.mark for env in driver.executor.by_index[0].dispatcher.group._venv.envs] == [7, 7]
+
+
+def test_a_last_observation_of_a_vector_environment_that_is_not_finite_is_a_failure() -> None:
+    with opened(2, 1, AutoresetMode.SAME_STEP, is_vector=True) as (world, envs):
+        envs.reset()
+        envs.step(np.zeros(2, np.int64))
+        ends, draw = [True], world.choices.draw
+        world.choices.draw = lambda count: 10 if count == 12 and ends and ends.pop() else draw(count)
+        world.planned = once("nan", (0, "step"), world)
+        *_, infos = envs.step(np.zeros(2, np.int64))
+        assert not infos["transition_valid"].any()
+        assert all(np.isfinite(final).all() for final in infos["final_obs"])

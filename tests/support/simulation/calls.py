@@ -40,7 +40,7 @@ class User:
         self.world, self.envs = world, envs
         self.n = envs.num_envs
         self.driver = envs._driver
-        self.ledger = Ledger(world, envs.autoreset_mode, self.n)
+        self.ledger = Ledger(world, envs.autoreset_mode, self.n, self.driver.slots_of if self.driver.is_vector else [])
         self.recovery = recovery
         self.delivered: list[int] = []
         self.actions: dict[int, int | None] = {}
@@ -222,7 +222,7 @@ class User:
         views = self.ledger.views
         is_disabled = self.envs.autoreset_mode is AutoresetMode.DISABLED
         free = [s for s in range(self.n) if s not in self.actions and not (is_disabled and views[s].has_ended)]
-        slots = [slot for slot in free if self.world.choices.draw(2) == 0]
+        slots = self._draw_slots(free)
         if not slots:
             return
         actions = self._draw_actions(slots)
@@ -231,6 +231,14 @@ class User:
         finally:
             sent = self.driver.rows.awaited
             self.actions |= {slot: int(action) for slot, action in zip(slots, actions, strict=True) if sent[slot]}
+
+    def _draw_slots(self, free: list[int]) -> list[int]:
+        """Return some of these slots; of a vector environment all or none."""
+        draw = self.world.choices.draw
+        if not self.driver.is_vector:
+            return [slot for slot in free if draw(2) == 0]
+        chosen = [its for its in self.driver.slots_of if set(its) <= set(free) and draw(2) == 0]
+        return [slot for its in chosen for slot in its]
 
     def recv(self) -> None:
         draw = self.world.choices.draw
@@ -256,6 +264,8 @@ class User:
 
     def call(self) -> None:
         slots = [slot for slot in range(self.n) if self.world.choices.draw(2) == 0] or None
+        if self.driver.is_vector:
+            slots = None
         name = ("call", "get_attr")[self.world.choices.draw(2)]
         try:
             if name == "call":

@@ -1,4 +1,4 @@
-"""The environment of a simulated run: its observations are numbers in the ledger; its faults are drawn."""
+"""The environments of a simulated run: their observations are numbers in the ledger; their faults are drawn."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
 
 from simulation.world import Died, Hangs, Produced, World
 
-__all__ = ["ACTIONS", "SimulatedEnv"]
+__all__ = ["ACTIONS", "SimulatedEnv", "SimulatedVector"]
 
 ACTIONS = 3
 OBSERVATION_SPACE = spaces.Box(-np.inf, np.inf, (2,), np.float64)
@@ -112,3 +114,57 @@ class SimulatedEnv(gym.Env[Any, Any]):
         if world.happens("raise_after"):
             world.event("raise", f"slot {self.slot} after {phase}")
             raise ValueError(f"planned after {phase}")
+
+
+class SimulatedVector(VectorEnv[Any, Any, Any]):
+    """The environments of consecutive slots as one vector environment, which fails as a whole."""
+
+    single_observation_space = OBSERVATION_SPACE
+    single_action_space = ACTION_SPACE
+
+    def __init__(self, world: World, first: int, num_envs: int, mode: AutoresetMode) -> None:
+        self.num_envs = num_envs
+        self.observation_space = batch_space(OBSERVATION_SPACE, num_envs)
+        self.action_space = batch_space(ACTION_SPACE, num_envs)
+        self.metadata = {"autoreset_mode": mode}
+        self.render_mode = None
+        self.mode = mode
+        self.envs = [SimulatedEnv(world, first + i) for i in range(num_envs)]
+        self._over = [False] * num_envs
+        self._obs = np.zeros((num_envs, 2))
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        mask = (options or {}).get("reset_mask", [True] * self.num_envs)
+        for i in np.flatnonzero(mask):
+            self._obs[i], _ = self.envs[i].reset(seed=None if seed is None else seed[i])
+            self._over[i] = False
+        return self._obs.copy(), {}
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        rewards = np.zeros(self.num_envs)
+        ends = np.zeros((2, self.num_envs), dtype=np.bool_)
+        infos: dict[str, Any] = {}
+        for i, env in enumerate(self.envs):
+            if self._over[i] and self.mode is AutoresetMode.NEXT_STEP:
+                self._obs[i], _ = env.reset()
+                self._over[i] = False
+                continue
+            self._obs[i], rewards[i], ends[0, i], ends[1, i], info = env.step(actions[i])
+            self._over[i] = bool(ends[:, i].any())
+            if self._over[i] and self.mode is AutoresetMode.SAME_STEP:
+                info = {"final_obs": self._obs[i].copy(), "final_info": info}
+                self._obs[i], _ = env.reset()
+            infos = self._add_info(infos, info, i)
+        return self._obs.copy(), rewards, *ends, infos
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        found = [getattr(env, name) for env in self.envs]
+        return tuple(each(*args, **kwargs) if callable(each) else each for each in found)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        for env, value in zip(self.envs, values, strict=True):
+            setattr(env, name, value)
+
+    def close_extras(self, **kwargs: Any) -> None:
+        for env in self.envs:
+            env.close()

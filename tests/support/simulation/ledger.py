@@ -41,8 +41,10 @@ class View:
 
 
 class Ledger:
-    def __init__(self, world: World, mode: AutoresetMode, num_envs: int) -> None:
+    def __init__(self, world: World, mode: AutoresetMode, num_envs: int, vectors: list[list[int]]) -> None:
         self._world = world
+        self._vectors = vectors
+        """The slots of each vector environment; empty if there is none."""
         self.mode = mode
         self.views = [View() for _ in range(num_envs)]
 
@@ -143,13 +145,13 @@ class Ledger:
         self._deliver(done, slot)
 
     def _loss_row(self, slot: int, obs: Any, infos: dict[str, Any], row: int) -> None:
-        view, world = self.views[slot], self._world
+        view = self.views[slot]
         last = view.last
         if view.may_skip and (last is None or self.mode is not SAME_STEP):
             last = view.last = self._see(slot, infos["final_obs"][row] if self.mode is SAME_STEP else obs, "step")
         assert last is not None
         is_known = not view.may_skip and not view.is_broken
-        self._need(not world.envs[last.env].is_alive, slot, f"a loss is reported, but {_of(last)} is there still")
+        self._need(self._may_be_lost(slot, last), slot, f"a loss is reported, but {_of(last)} is there still")
         self._need(bool(infos["loss_reason"][row]), slot, "a loss without a reason")
         if self.mode is SAME_STEP:
             new = self._see(slot, obs, "step")
@@ -165,6 +167,11 @@ class Ledger:
             )
             view.is_broken = True
         view.may_skip = False
+
+    def _may_be_lost(self, slot: int, last: Produced) -> bool:
+        """Return whether its environment is gone, or a vector that was rebuilt while another slot was in an episode."""
+        beside = [view.last for its in self._vectors if slot in its for view in map(self.views.__getitem__, its)]
+        return any(each is None or not self._world.envs[each.env].is_alive for each in (last, *beside))
 
     # -- fragments --------------------------------------------------------------------------------------------
 

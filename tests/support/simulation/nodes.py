@@ -53,9 +53,15 @@ class SimulatedCluster(SimulatedExecutor):
     """A simulated cluster. `shard_of`: worker → shard; shard i belongs to node i."""
 
     def __init__(
-        self, world: World, shard_of: list[int], mode: AutoresetMode | None, num_envs: int, invited: int
+        self,
+        world: World,
+        slots_of: list[list[int]],
+        mode: AutoresetMode,
+        is_vector: bool,
+        shard_of: list[int],
+        invited: int,
     ) -> None:
-        super().__init__(world, len(shard_of), mode, num_envs)
+        super().__init__(world, slots_of, mode, is_vector)
         self._shard_of = shard_of
         self._nodes = [_Node() for _ in range(max(shard_of) + 1)]
         self._invited = invited
@@ -109,7 +115,7 @@ class SimulatedCluster(SimulatedExecutor):
         self._progress[index][0] = -1
         self._pids += 1
         memory = _NodeMemory(self.memory, node.memory)
-        dispatcher = Dispatcher(self._makers, self.mode, True, self._progress[index], memory)
+        dispatcher = Dispatcher(self._makers[index], self.mode, True, self._progress[index], memory)
         self.by_index[index] = Process(self.world, dispatcher, self._pids)
         self.world.event("start", f"worker {index} on node {number}")
 

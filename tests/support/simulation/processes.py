@@ -19,10 +19,12 @@ from clusterenv.executors.contract import is_plain
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.progress import PROGRESS_BYTES, STOP, TICK
 from clusterenv.memory.rows import Layout
+from clusterenv.spec import Vector
 from clusterenv.system import interrupts
 from clusterenv.wire.requests import Evaluate, Rebuild
 from clusterenv.worker.dispatch import Dispatcher
-from simulation.environment import SimulatedEnv
+from clusterenv.worker.vector_env import VectorGroup
+from simulation.environment import SimulatedEnv, SimulatedVector
 from simulation.world import Died, Hangs, World
 
 __all__ = ["Process", "SimulatedExecutor", "Workers", "interrupt"]
@@ -101,7 +103,7 @@ class Process:
         self.exit = Exit(reason, "")
         self.inbox.clear()
         group: Any = self.dispatcher.group
-        for env in group.envs:
+        for env in getattr(group._venv, "envs", []) if isinstance(group, VectorGroup) else group.envs:
             if env is not None:
                 self.world.env_gone(env.number)
 
@@ -109,13 +111,18 @@ class Process:
 class Workers:
     """The processes of one machine, or of one shard."""
 
-    def __init__(self, world: World, workers: int, mode: AutoresetMode | None, num_envs: int) -> None:
+    def __init__(self, world: World, slots_of: list[list[int]], mode: AutoresetMode, is_vector: bool) -> None:
+        workers = len(slots_of)
         self.world = world
         self.mode = mode
         self.memory = Memory()
         self.by_index: dict[int, Process] = {}
         self._progress = [memoryview(bytearray(PROGRESS_BYTES)).cast("i") for _ in range(workers)]
-        self._makers = [_maker(world, slot) for slot in range(num_envs)]
+        makers = [_maker(world, slot) for slots in slots_of for slot in slots]
+        self._makers: list[Any] = [makers] * workers
+        """Worker → how it makes its environments."""
+        if is_vector:
+            self._makers = [_vector(world, slots[0], mode) for slots in slots_of]
         self._pids = 0
         self.said: deque[tuple[int, Any]] = deque()
         """Messages of the machine itself about its processes."""
@@ -125,7 +132,7 @@ class Workers:
         assert old is None, f"worker {index} is started while it runs"
         self._pids += 1
         self._progress[index][0] = -1
-        dispatcher = Dispatcher(self._makers, self.mode, True, self._progress[index], self.memory)
+        dispatcher = Dispatcher(self._makers[index], self.mode, True, self._progress[index], self.memory)
         self.by_index[index] = Process(self.world, dispatcher, self._pids)
         self.world.event("start", f"worker {index}")
 
@@ -207,6 +214,10 @@ def _maker(world: World, slot: int) -> Callable[[], SimulatedEnv]:
     return lambda: SimulatedEnv(world, slot)
 
 
+def _vector(world: World, first: int, mode: AutoresetMode) -> Vector:
+    return Vector(lambda num_envs, seeds: SimulatedVector(world, first, num_envs, mode))
+
+
 def interrupt(world: World) -> None:
     """Press Ctrl-C, if that is drawn."""
     if not interrupts.STATE.pending and world.happens("interrupt"):
@@ -223,9 +234,9 @@ class SimulatedExecutor(Workers):
     def processes(self) -> SimulatedExecutor:
         return self
 
-    def __init__(self, world: World, workers: int, mode: AutoresetMode | None, num_envs: int) -> None:
-        super().__init__(world, workers, mode, num_envs)
-        self._num_workers = workers
+    def __init__(self, world: World, slots_of: list[list[int]], mode: AutoresetMode, is_vector: bool) -> None:
+        super().__init__(world, slots_of, mode, is_vector)
+        self._num_workers = len(slots_of)
         self._heard: deque[tuple[int, Any]] = deque()
         self.is_closed = False
         self.on_wait: Callable[[], None] = lambda: None

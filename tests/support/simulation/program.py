@@ -42,6 +42,9 @@ _CALLS: dict[Phase, tuple[str, ...]] = {
 }
 """The calls that the user may make in each phase, as often as they are likely."""
 
+_OF_COLLECTORS = ("rollout", "stream", "evaluate", "step with a policy")
+"""Calls that vector environments refuse."""
+
 
 class Program(AsyncUser):
     # -- running ----------------------------------------------------------------------------------------------
@@ -57,6 +60,8 @@ class Program(AsyncUser):
     def _next(self) -> tuple[str, Callable[[], None]]:
         """Draw the next call, of those that are possible in this phase."""
         names = _CALLS[self.phase]
+        if self.driver.is_vector:
+            names = tuple(name for name in names if name not in _OF_COLLECTORS)
         if self.phase is Phase.NEW:
             self.ledger.give_up(list(range(self.n)))  # a collector resets all slots, and keeps their first rows
         name = names[self.world.choices.draw(len(names))]

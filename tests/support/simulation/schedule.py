@@ -65,15 +65,16 @@ class _Backend:
         self._world, self._workers, self._nodes = world, workers, nodes
 
     def start(self, blueprint: Any, mode: Any, recovery: Any, events: Any) -> Driver:
-        world, workers, n = self._world, self._workers, blueprint.num_envs
+        world, workers = self._world, self._workers
+        slots_of = split(blueprint.num_envs, workers)
         executor: SimulatedExecutor
         shard_of = None
         if self._nodes:
             shard_of = [worker * self._nodes // workers for worker in range(workers)]
-            executor = SimulatedCluster(world, shard_of, mode, n, 1 + world.choices.draw(self._nodes))
+            invited = 1 + world.choices.draw(self._nodes)
+            executor = SimulatedCluster(world, slots_of, mode, blueprint.is_vector, shard_of, invited)
         else:
-            executor = SimulatedExecutor(world, workers, mode, n)
-        slots_of = split(n, workers)
+            executor = SimulatedExecutor(world, slots_of, mode, blueprint.is_vector)
         driver = Driver(
             executor, Requests(slots_of), mode, recovery, blueprint=blueprint, events=events, node_of=shard_of
         )
@@ -98,13 +99,18 @@ def prepared(world: World) -> Iterator[None]:
 
 @contextmanager
 def opened(
-    num_envs: int, workers: int, mode: AutoresetMode = AutoresetMode.NEXT_STEP, recovery: Recovery | None = None
+    num_envs: int,
+    workers: int,
+    mode: AutoresetMode = AutoresetMode.NEXT_STEP,
+    recovery: Recovery | None = None,
+    is_vector: bool = False,
 ) -> Iterator[tuple[World, Any]]:
     """Open environments on a simulated machine with no faults but those that the test plans."""
     world = World(Choices(recorded=[]), planned=lambda fault: False)
     with prepared(world):
         backend = _Backend(world, workers, 0)
-        envs = env_module.ClusterEnv(None, num_envs, backend=backend, autoreset_mode=mode, recovery=recovery)
+        env = "vector" if is_vector else None
+        envs = env_module.ClusterEnv(env, num_envs, backend=backend, autoreset_mode=mode, recovery=recovery)
         try:
             yield world, envs
         finally:
@@ -133,7 +139,7 @@ def run(
 
 
 def _plan(env: Any, num_envs: Any, env_kwargs: Any, is_remote: bool, allow_pickle: bool) -> Blueprint:
-    return Blueprint(num_envs, b"", False, None)
+    return Blueprint(num_envs, b"", env == "vector", None)
 
 
 def _run(world: World, num_events: int) -> None:
@@ -142,6 +148,7 @@ def _run(world: World, num_events: int) -> None:
     workers = 1 + draw(3)
     num_envs = workers * (1 + draw(2)) + draw(2)
     nodes = min(workers, draw(3)) if draw(2) else 0
+    is_vector = draw(4) == 3
     for fault in FAULTS:
         world.rates[fault] = (0.0, 0.0, RATES[fault], RATES[fault] * 3)[draw(4)]
     recovery = Recovery(
@@ -157,7 +164,11 @@ def _run(world: World, num_events: int) -> None:
     )
     world.calm = True
     envs = env_module.ClusterEnv(
-        None, num_envs, backend=_Backend(world, workers, nodes), autoreset_mode=mode, recovery=recovery
+        "vector" if is_vector else None,
+        num_envs,
+        backend=_Backend(world, workers, nodes),
+        autoreset_mode=mode,
+        recovery=recovery,
     )
     world.calm = False
     try:
