@@ -10,7 +10,7 @@ import pytest
 from gymnasium.vector import AutoresetMode
 
 import clusterenv as ce
-from clusterenv.engine.slots import Env, Episode, Row, after_loss
+from clusterenv.engine.slots import Env, Episode, Loss, Row, after_loss
 from clusterenv.errors import UsageError
 from clusterenv.system import interrupts
 from clusterenv.vector.phases import Phase
@@ -351,3 +351,18 @@ def test_a_last_observation_of_a_vector_environment_that_is_not_finite_is_a_fail
         *_, infos = envs.step(np.zeros(2, np.int64))
         assert not infos["transition_valid"].any()
         assert all(np.isfinite(final).all() for final in infos["final_obs"])
+
+
+def test_slots_of_a_vector_environment_that_is_being_made_again_report_a_loss_together() -> None:
+    with opened(2, 1, is_vector=True) as (world, envs):
+        envs.reset()
+        envs.step(np.zeros(2, np.int64))
+        driver = envs._driver
+        driver._slots.lose_by_error(0, "planned", world.clock.now_s)
+        driver._slots.lose(1, Loss("planned", True), Row.IDLE, Episode.RUNNING, world.clock.now_s, 0.0)
+        driver._slots.bring_back(0)
+        driver._engine.failures.rebuild_due(world.clock.now_s)
+        *_, infos = envs.step(np.zeros(2, np.int64))
+        assert not infos["transition_valid"].any()
+        obs, *_ = envs.step(np.zeros(2, np.int64))
+        assert [world.of_number(number).t for number in obs[:, 0]] == [0, 0]

@@ -175,7 +175,7 @@ class Failures:
         limit_s, rows = self._recovery.recovery_timeout_s, self._state.rows
         late = self._state.slots.late(rows.awaited & ~rows.ready, now_s, limit_s)
         if late:
-            rows.awaited[late] = False
+            rows.stop_waiting(late)
             text = (
                 f"the environments of slots {late} did not come back within recovery_timeout_s={limit_s}; see events()"
             )

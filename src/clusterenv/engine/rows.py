@@ -111,6 +111,12 @@ class Delivery:
             return Episode.NONE
         return Episode.ENDED if all(map(self.has_ended, together)) else Episode.RUNNING
 
+    def stop_waiting(self, slots: list[int]) -> None:
+        """Do not wait for the rows of these slots any more, which have not arrived."""
+        self.awaited[slots] = False
+        for slot in slots:
+            self.resetting.pop(slot, None)
+
     def give_up(self, slot: int) -> None:
         """Stop waiting for this slot's row: an exception reports the loss."""
         self.awaited[slot] = self.started[slot] = self.ready[slot] = self.is_loss[slot] = False

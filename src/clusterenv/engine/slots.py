@@ -44,9 +44,9 @@ _MOVES: dict[Env, set[Env]] = {
     Env.DOWN: {Env.LOST, Env.DOWN, Env.DUE, Env.REBUILDING},
     Env.DUE: {Env.LOST, Env.DOWN, Env.DUE, Env.REBUILDING},
     Env.REBUILDING: {Env.LIVE, Env.HELD, Env.LOST, Env.DOWN, Env.DUE},
-    Env.HELD: {Env.LIVE, Env.LOST, Env.DOWN, Env.DUE, Env.REBUILDING},
+    Env.HELD: {Env.LIVE, Env.LOST, Env.DOWN, Env.DUE},
 }
-"""A vector environment is rebuilt as a whole, so its slots may go from any state but LIVE to REBUILDING."""
+"""A vector environment is rebuilt as a whole, so its slots may go to REBUILDING from any state without environment."""
 
 
 class Row(enum.Enum):
@@ -241,7 +241,8 @@ class Slots:
         for slot in slots:
             record = self._record(slot)
             record.loss = record.loss or loss
-            record.move(Env.LOST, "steps with others")
+            if record.env is not Env.REBUILDING:  # then the environment that is being made is a new one for all
+                record.move(Env.LOST, "steps with others")
 
     def step(self, slot: int) -> Asked | None:
         """Step the slot. Return None if it is live, so that its worker has to be asked. Otherwise its row needs no
