@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-from simulation.coverage import Coverage, counted  # type: ignore[import-not-found]
+from simulation.coverage import LEAST, Coverage, counted  # type: ignore[import-not-found]
 from simulation.schedule import Outcome, run, shortest  # type: ignore[import-not-found]
 
 _BLOCK = 50
@@ -52,6 +52,7 @@ def main() -> int:
     parser.add_argument("--schedules", type=int, default=1 << 40, help="end after this many, or when the time is up")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--show", type=int, default=3, help="number of failing seeds to shorten and print")
+    parser.add_argument("--complete", action="store_true", help=f"fail if an entry is taken less than {LEAST} times")
     options = parser.parse_args()
     first = int(time.time()) * 1000 if options.seed is None else options.seed
     until_s = time.monotonic() + 60.0 * options.minutes
@@ -79,7 +80,9 @@ def main() -> int:
         if kinds[kind] == 1 and shown < options.show:
             shown += 1
             print(report(run(seed)))
-    return 1 if failed else 0
+    rare = coverage.rare() if options.complete else []
+    print("\n".join(rare))
+    return 1 if failed or rare else 0
 
 
 if __name__ == "__main__":

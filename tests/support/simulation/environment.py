@@ -95,7 +95,7 @@ class SimulatedEnv(gym.Env[Any, Any]):
     def _fault(self, phase: str) -> None:
         world = self.world
         world.at = (self.slot, phase)
-        if world.happens("raise"):
+        if world.happens("raise") or (self._is_coming_back(phase) and world.happens("raise in reset")):
             world.event("raise", f"slot {self.slot} in {phase}")
             raise ValueError(f"planned in {phase}")
         if world.happens("die"):
@@ -108,6 +108,9 @@ class SimulatedEnv(gym.Env[Any, Any]):
             world.clock.now_s += 0.002
         if world.happens("part"):
             world.clock.now_s += 0.0011
+
+    def _is_coming_back(self, phase: str) -> bool:
+        return phase == "reset" and self.episode < 0 and not self.world.envs[self.number].is_evaluating
 
     def _fault_after(self, phase: str) -> None:
         world = self.world

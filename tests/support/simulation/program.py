@@ -13,40 +13,15 @@ from clusterenv.vector.phases import Phase
 from simulation.async_calls import AsyncUser
 from simulation.calls import LOSSES, Ended
 from simulation.ledger import logits, logprob
+from simulation.profiles import CALLS, OF_COLLECTORS, Profile
 
 __all__ = ["Program"]
 
 
-_CALLS: dict[Phase, tuple[str, ...]] = {
-    Phase.NEW: (
-        *["reset"] * 4,
-        "reset_async",
-        "call",
-        "call_async",
-        "set_attr",
-        "rollout",
-        "stream",
-        "evaluate",
-        "load",
-    )
-    + ("misuse",) * 4,
-    Phase.IDLE: (*["step"] * 4, *["send"] * 2, *["rollout"] * 2, "stream", "reset", *["masked reset"] * 2, "call")
-    + ("set_attr", "evaluate", "pause", "step with a policy", "scale", "step_async", "reset_async", "call_async")
-    + ("load", "misuse"),
-    Phase.PARTIAL: (*["recv"] * 4, *["send"] * 2, "pause", "masked reset", "reset", "misuse"),
-    Phase.RESETTING: (*["reset_wait"] * 4, "pause", "reset", "masked reset", *["misuse"] * 4),
-    Phase.STEPPING: (*["step_wait"] * 4, "pause", "reset", "masked reset", *["misuse"] * 4),
-    Phase.CALLING: (*["call_wait"] * 4, "pause", "reset", "masked reset", *["misuse"] * 4),
-    Phase.COLLECTING: (*["rollout"] * 3, "pause", "evaluate", "call", "set_attr", "masked reset", "reset", "misuse"),
-    Phase.INTERRUPTED: (*["reset"] * 6, "reset_async", "call", "call_async", "set_attr", "load", *["misuse"] * 3),
-}
-"""The calls that the user may make in each phase, as often as they are likely."""
-
-_OF_COLLECTORS = ("rollout", "stream", "evaluate", "step with a policy")
-"""Calls that vector environments refuse."""
-
-
 class Program(AsyncUser):
+    profile = Profile()
+    _scripted = 0
+
     # -- running ----------------------------------------------------------------------------------------------
 
     def run(self, num_events: int) -> None:
@@ -59,12 +34,17 @@ class Program(AsyncUser):
 
     def _next(self) -> tuple[str, Callable[[], None]]:
         """Draw the next call, of those that are possible in this phase."""
-        names = _CALLS[self.phase]
+        names, draw = CALLS[self.phase], self.world.choices.draw
         if self.driver.is_vector:
-            names = tuple(name for name in names if name not in _OF_COLLECTORS)
+            names = tuple(name for name in names if name not in OF_COLLECTORS)
         if self.phase is Phase.NEW:
             self.ledger.give_up(list(range(self.n)))  # a collector resets all slots, and keeps their first rows
-        name = names[self.world.choices.draw(len(names))]
+        script = self.profile.script
+        if script and self.phase is Phase.IDLE and draw(8) < 7:
+            name = script[self._scripted % len(script)]
+            self._scripted += 1
+        else:
+            name = names[draw(len(names))]
         return name, getattr(self, name.replace(" a ", " ").replace(" ", "_"))
 
     def _finish(self) -> None:
@@ -159,9 +139,9 @@ class Program(AsyncUser):
         self.ledger.begin_stream()
         try:
             for _ in range(1 + draw(5)):
-                aside = draw(12)
-                if aside > 8:
-                    (self.misuse, self.call, self.set_attr)[aside - 9]()
+                aside = draw(10)
+                if aside > 4:
+                    (self.misuse, self.misuse, self.misuse, self.call, self.set_attr)[aside - 5]()
                 batch = self._attempt(lambda: next(items), *LOSSES)
                 self._note_version(collector)
                 self._read_events()

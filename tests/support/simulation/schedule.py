@@ -24,6 +24,7 @@ from simulation.clock import virtual_time
 from simulation.invariants import check_engine
 from simulation.nodes import SimulatedCluster
 from simulation.processes import SimulatedExecutor
+from simulation.profiles import PROFILES
 from simulation.world import FAULTS, Failure, World
 
 __all__ = ["Outcome", "opened", "run", "shortest"]
@@ -32,6 +33,7 @@ NUM_EVENTS = 220
 MODES = (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED)
 RATES = {
     "raise": 0.02,
+    "raise in reset": 0.0,
     "raise_after": 0.02,
     "die": 0.02,
     "hang": 0.01,
@@ -145,20 +147,25 @@ def _plan(env: Any, num_envs: Any, env_kwargs: Any, is_remote: bool, allow_pickl
 def _run(world: World, num_events: int) -> None:
     draw = world.choices.draw
     mode = MODES[draw(3)]
-    workers = 1 + draw(3)
+    profile = PROFILES[draw(len(PROFILES))]
+    workers = 2 + draw(2) if profile.script else 1 + draw(3)
     num_envs = workers * (1 + draw(2)) + draw(2)
     nodes = min(workers, draw(3)) if draw(2) else 0
-    is_vector = draw(4) == 3
-    for fault in FAULTS:
-        world.rates[fault] = (0.0, 0.0, RATES[fault], RATES[fault] * 3)[draw(4)]
+    is_vector = not profile.script and draw(4) == 3
+    if profile.rates is None:
+        for fault in FAULTS:
+            world.rates[fault] = (0.0, 0.0, RATES[fault], RATES[fault] * 3)[draw(4)]
+    else:
+        world.rates.update(profile.rates)
+    world.rates_in = profile.rates_in
     recovery = Recovery(
-        on_error=("restart", "restart", "restart", "raise")[draw(4)],
+        on_error=profile.on_error or ("restart", "restart", "restart", "raise")[draw(4)],
         init_timeout_s=5.0,
         reset_timeout_s=5.0,
         step_timeout_s=5.0,
         warn_after_s=(None, 1.0)[draw(2)],
         recovery_timeout_s=(60.0, 8.0)[draw(2)],
-        max_restarts=(1000, 3)[draw(2)],
+        max_restarts=1000 if profile.rates_in else (1000, 3)[draw(2)],
         restart_window_s=20.0,
         backoff_s=((0.1, 2.0), (1.0, 8.0))[draw(2)],
     )
@@ -171,8 +178,11 @@ def _run(world: World, num_events: int) -> None:
         recovery=recovery,
     )
     world.calm = False
+    envs._driver.set_seed_base([1 << 64] * num_envs)  # by default it is different in each run
     try:
-        programs.Program(world, envs, recovery).run(num_events)
+        program = programs.Program(world, envs, recovery)
+        program.profile = profile
+        program.run(num_events)
     finally:
         interrupts.STATE.pending = False
         world.calm = True

@@ -58,7 +58,21 @@ class EnvRecord:
     """Seed of the last reset."""
 
 
-FAULTS = ("raise", "raise_after", "die", "hang", "nan", "slow", "kill", "interrupt", "part", "late", "node", "double")
+FAULTS = (
+    "raise",
+    "raise in reset",
+    "raise_after",
+    "die",
+    "hang",
+    "nan",
+    "slow",
+    "kill",
+    "interrupt",
+    "part",
+    "late",
+    "node",
+    "double",
+)
 """Possible faults; each schedule has some of them, at its own rates."""
 
 
@@ -67,6 +81,9 @@ class World:
     choices: Choices
     clock: Clock = field(default_factory=Clock)
     rates: dict[str, float] = field(default_factory=dict)
+    rates_in: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Call → other rates within it."""
+    present_rates: dict[str, float] = field(default_factory=dict)
     produced: list[Produced] = field(default_factory=list)
     envs: list[EnvRecord] = field(default_factory=list)
     trace: list[str] | None = None
@@ -104,7 +121,7 @@ class World:
         """Return whether this fault happens now."""
         if self.planned is not None:
             return self.planned(fault)
-        rate = self.rates.get(fault, 0.0)
+        rate = self.present_rates.get(fault, 0.0)
         return rate > 0.0 and not self.calm and self.choices.chance(rate)
 
     def fail(self, text: str) -> None:
@@ -112,6 +129,7 @@ class World:
 
     def begin_call(self, call: str) -> None:
         self.call, self.called_at_s, self.polls = call, self.clock.now_s, 0
+        self.present_rates = {**self.rates, **self.rates_in[call]} if call in self.rates_in else self.rates
         self.event("call", call)
 
     def waits(self) -> None:
