@@ -219,7 +219,7 @@ class Ledger:
                 now = done
                 continue
             final = finals.pop((t, column), None)
-            self._need(final is not None and final[0] == done.number, slot, f"final_obs of row {t}: {final}")
+            self._need(final is not None and final[0] == done.number, slot, f"final_obs of row {t} is another")
             is_real = done.terminated or done.truncated
             if not is_real:  # truncated because the slot moves to another node
                 self._need(t + 1 == steps and not batch.terminations[t, column], slot, "an end that was none")
@@ -277,12 +277,17 @@ class Ledger:
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _see(self, slot: int, obs: Any, where: str) -> Produced:
-        found = self._world.of_number(obs[0])
-        self._need(found.slot == slot, slot, f"{where}: {_of(found)}, of another slot")
-        self._need(not self._world.envs[found.env].is_evaluating, slot, f"{where}: of an evaluation")
-        self._need(bool(obs[1] == found.number % 5), slot, f"{where}: a torn observation {obs}")
-        last = self.views[slot].last
-        self._need(last is None or found.env >= last.env, slot, f"{where}: {_of(found)} after {_of(last)}")
+        found, last = self._world.of_number(obs[0]), self.views[slot].last
+        wrong = ""  # its text is expensive, and this is called for each observation
+        if found.slot != slot:
+            wrong = f"{_of(found)}, of another slot"
+        elif self._world.envs[found.env].is_evaluating:
+            wrong = "of an evaluation"
+        elif obs[1] != found.number % 5:
+            wrong = f"a torn observation {obs}"
+        elif last is not None and found.env < last.env:
+            wrong = f"{_of(found)} after {_of(last)}"
+        self._need(not wrong, slot, f"{where}: {wrong}")
         return found
 
     def _deliver(self, record: Produced, slot: int) -> None:
