@@ -81,7 +81,8 @@ def main() -> int:
             shown += 1
             print(report(run(seed)))
     rare = coverage.rare() if options.complete else []
-    print("\n".join(rare))
+    for line in rare:
+        print(line)
     return 1 if failed or rare else 0
 
 

@@ -606,6 +606,20 @@ def test_slots_of_a_vector_factory_are_called_together():
 
 
 @WORKERS
+def test_partial_resets_of_vector_factories(workers):
+    ref = SyncVectorEnv(CARTPOLES)
+    envs = cluster(ce.Vector(lambda num_envs, seeds: SyncVectorEnv(CARTPOLES[:num_envs])), workers, num_envs=4)
+    same(envs.reset(seed=[0, 1, 2, 3]), ref.reset(seed=[0, 1, 2, 3]))
+    for mask in ([False, True, False, True], [True, True, False, False]):
+        same(envs.step([0, 1, 0, 1]), ref.step([0, 1, 0, 1]))
+        arguments = {"seed": [4, 5, 6, 7], "options": {"reset_mask": np.array(mask)}}
+        same(envs.reset(**arguments), ref.reset(**arguments))
+        for _ in range(3):
+            same(envs.step([1, 0, 1, 0]), ref.step([1, 0, 1, 0]))
+    envs.close()
+
+
+@WORKERS
 def test_partial_resets(workers):
     ref = SyncVectorEnv(CARTPOLES, autoreset_mode=AutoresetMode.DISABLED)
     envs = cluster(CARTPOLES, workers, autoreset_mode=AutoresetMode.DISABLED)

@@ -31,7 +31,16 @@ CALLS: dict[Phase, tuple[str, ...]] = {
     Phase.RESETTING: (*["reset_wait"] * 4, "pause", "reset", "masked reset", *["misuse"] * 4),
     Phase.STEPPING: (*["step_wait"] * 4, "pause", "reset", "masked reset", *["misuse"] * 4),
     Phase.CALLING: (*["call_wait"] * 4, "pause", "reset", "masked reset", *["misuse"] * 4),
-    Phase.COLLECTING: (*["rollout"] * 3, "pause", "evaluate", "call", "set_attr", "masked reset", "reset", "misuse"),
+    Phase.COLLECTING: (
+        *["rollout"] * 3,
+        "pause",
+        "evaluate",
+        "call",
+        "set_attr",
+        "masked reset",
+        "reset",
+        *["misuse"] * 4,
+    ),
     Phase.INTERRUPTED: (*["reset"] * 6, "reset_async", "call", "call_async", "set_attr", "load", *["misuse"] * 3),
 }
 """The calls that the user may make in each phase, as often as they are likely."""
