@@ -175,11 +175,14 @@ class Ledger:
 
     # -- fragments --------------------------------------------------------------------------------------------
 
-    def fragment(self, batch: Any, is_stream: bool) -> None:
-        """Check the columns of a rollout, or of one item of a stream."""
+    def fragment(self, batch: Any, is_stream: bool, may_be_late: bool) -> None:
+        """Check the columns of a rollout, or of one item of a stream. `may_be_late`: some may have no row."""
         finals = {(int(t), int(c)): batch.final_obs[i] for i, (t, c) in enumerate(batch.final_at)}
         for column, slot in enumerate(batch.slots.tolist()):
-            self._column(batch, column, slot, finals, is_stream)
+            if may_be_late and batch.versions[0, column] < 0 and not batch.truncations[0, column]:
+                self._late(batch, column, slot)
+            else:
+                self._column(batch, column, slot, finals, is_stream)
         self._need(not finals, -1, f"final observations of rows that did not end: {list(finals)}")
         for slot, t, total, length in zip(
             batch.episodes.slots.tolist(),
@@ -191,6 +194,11 @@ class Ledger:
             column = batch.slots.tolist().index(slot)
             end = self._world.of_number(batch.rewards[t, column])
             self._need((end.total, end.t) == (total, length), slot, f"episode of {length} steps, {total} in all")
+
+    def _late(self, batch: Any, column: int, slot: int) -> None:
+        flags = (batch.valid, batch.terminations, batch.truncations, batch.episode_starts, batch.rewards)
+        self._need(not any(values[:, column].any() for values in flags), slot, "a late column has rows")
+        self._need(bool((batch.obs[:, column] == batch.last_obs[column]).all()), slot, "a late column has observations")
 
     def _column(self, batch: Any, column: int, slot: int, finals: dict[tuple[int, int], Any], is_stream: bool) -> None:
         view, steps = self.views[slot], len(batch.rewards)

@@ -88,14 +88,18 @@ class Program(AsyncUser):
         draw, phase = self.world.choices.draw, self.phase
         collector = self._collector()
         num_steps = 1 + draw(4)
+        fragments = collector._collection.fragments
         if phase is Phase.COLLECTING:
-            num_steps = collector._collection.fragments.num_steps
-        else:
+            num_steps = fragments.num_steps
+        if not fragments.is_rollout_begun:
             self._learn()
         timeout_s = 0.5 if draw(5) == 4 else None
+        deadline_s = (0.0, 0.5)[draw(2)] if draw(4) == 3 else None
         is_newest = phase is Phase.IDLE and self.is_always and self.driver.executor.nodes is None
         try:
-            batch = self._attempt(lambda: collector.rollout(num_steps, timeout_s), *LOSSES, DeadlineError)
+            batch = self._attempt(
+                lambda: collector.rollout(num_steps, timeout_s, deadline_s=deadline_s), *LOSSES, DeadlineError
+            )
         except DeadlineError:
             self._note_version(collector)
             return
@@ -112,10 +116,10 @@ class Program(AsyncUser):
             self.world.fail(f"rollout() acted by versions {set(batch.versions[batch.valid].tolist())}, not the newest")
         if batch.slots.tolist() != list(range(self.n)):
             self.world.fail(f"rollout() returned slots {batch.slots.tolist()}")
-        self._check_batch(batch, False)
+        self._check_batch(batch, False, may_be_late=deadline_s is not None)
 
-    def _check_batch(self, batch: Any, is_stream: bool) -> None:
-        self.ledger.fragment(batch, is_stream)
+    def _check_batch(self, batch: Any, is_stream: bool, may_be_late: bool = False) -> None:
+        self.ledger.fragment(batch, is_stream, may_be_late)
         newest = len(self.weights) - 1
         for t, column in np.argwhere(batch.valid):
             version = int(batch.versions[t, column])
