@@ -69,7 +69,7 @@ search: $(VENV)/.ready
 
 # The same with fixed seeds: three minutes or less. As many as are always reached, so that no run finds what others do not.
 simulate: $(VENV)/.ready
-	$(BIN)/python -m tools.search --minutes 10 --schedules 10000 --seed 0 --processes $(JOBS)
+	$(BIN)/python -m tools.search --minutes 10 --schedules 10000 --seed 0 --processes $(JOBS) --complete
 
 # Which planted defects the simulated runs find, and how soon.
 mutations: $(VENV)/.ready
