@@ -123,9 +123,15 @@ def tables(promises: dict[int, dict[str, Any]], results: Sequence[Result]) -> st
         lines.append(" | ".join([f"| {number}", promise["fault"], promise["holds"], *cells, measured]) + " |")
     lines += ["", "| # | tests |", "|---|---|"]
     for number in promises:
-        names = ", ".join(f"`{name}`" for name in sorted({result.test for result in of[number]}))
+        names = ", ".join(f"`{name}`" for name in sorted({_short(result.test) for result in of[number]}))
         lines.append(f"| {number} | {names or '*none*'} |")
     return "\n".join(lines)
+
+
+def _short(test: str) -> str:
+    """Return the name without its class: the contract of backends has one for each."""
+    path, *_, name = test.split("::") if "::" in test else (test, "")
+    return f"{path}::{name}" if name else path
 
 
 def _cell(results: Sequence[Result]) -> str:
