@@ -18,6 +18,10 @@ logger = logging.getLogger("clusterenv")
 output = logging.getLogger("clusterenv.output")
 
 
+_LONGEST = 16_000
+"""Characters of a text of an event; of longer ones, the first and last are kept."""
+
+
 @dataclass(frozen=True)
 class Event:
     """One event of a slot, worker or node, with the seed and step needed to replay a failure."""
@@ -39,6 +43,14 @@ class Event:
     detail: str = ""
     """Traceback, faulthandler output, or the last lines that the worker wrote."""
     time_s: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        """Shorten long texts: a node may send large ones, and a thousand events are kept."""
+        for name in ("reason", "detail"):
+            text: str = getattr(self, name)
+            if len(text) > _LONGEST:
+                left_out = f"\n[{len(text) - _LONGEST} characters left out]\n"
+                object.__setattr__(self, name, text[: _LONGEST // 2] + left_out + text[-_LONGEST // 2 :])
 
     def __str__(self) -> str:
         where = []

@@ -11,6 +11,7 @@ import pytest
 import clusterenv as ce
 from clusterenv.engine.health import innermost_line
 from clusterenv.engine.workers import Workers
+from clusterenv.events import Event
 from toys import Trouble
 
 LOCAL, NETWORK = ce.Local(workers=2), ce.Loopback(nodes=2)
@@ -89,3 +90,9 @@ def test_making_an_environment_to_evaluate_in_is_no_step():
         collector.rollout(4)
         assert len(collector.evaluate(episodes=1, deterministic=False).returns) == 1
         assert not [event for event in envs.events() if event.kind == "worker_lost"]
+
+
+def test_texts_of_events_are_bounded():
+    long, short = Event("worker_lost", "r" * 100_000, detail="d" * 10**6), Event("worker_lost", "why", detail="where")
+    assert len(long.reason) < 17_000 > len(long.detail) and "984000 characters left out" in long.detail
+    assert (short.reason, short.detail) == ("why", "where")

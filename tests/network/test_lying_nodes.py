@@ -152,3 +152,5 @@ def test_lies_beside_answers(lie, tmp_path, monkeypatch):
             envs.recv(min_envs=2, timeout_s=20)
             assert time.monotonic() - began < 5, "a wait for others was held up"
         assert_ended(envs, backend, "")
+        kept = sum(len(event.reason) + len(event.detail) for event in envs.events())
+        assert kept < 100_000, "the head keeps what it floods"

@@ -49,11 +49,13 @@ class Health:
         return TraceStack(index) if at[0] >= 0 and worker.is_warning_due(stuck_s) else None
 
     def long_call(self, index: int, stack: str, at: Progress, now_s: float) -> Event | None:
-        """Return a warning about a worker's long call; `stack` shows where it is. None: the call has ended."""
+        """Return a warning about a worker's long call; `stack` shows where it is. None: the call has ended, or the
+        stack was not requested."""
         slot, phase, _ = at
-        stuck_s = self._workers[index].stuck_s(at, now_s)
+        worker = self._workers[index]
+        stuck_s, is_traced, worker.is_traced = worker.stuck_s(at, now_s), worker.is_traced, False
         option, limit_s = self._recovery.timeout_of(PHASES[phase])
-        if stuck_s == 0.0:
+        if stuck_s == 0.0 or not is_traced:
             return None
         limit = "no limit" if limit_s is None else f"{option}={limit_s:g}"
         place = innermost_line(stack)

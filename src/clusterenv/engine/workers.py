@@ -38,6 +38,8 @@ class Worker:
     arena_epoch: int = field(default=0, init=False)
     seen: Progress | None = field(default=None, init=False)
     seen_at_s: float = field(default=0.0, init=False)
+    is_traced: bool = field(default=False, init=False)
+    """Its stack was requested, and has not come."""
 
     def asked(self, now_s: float) -> None:
         """Restart its time limits: it was just given something to do."""
@@ -51,11 +53,12 @@ class Worker:
         return now_s - self.seen_at_s
 
     def is_warning_due(self, stuck_s: float) -> bool:
-        """Return whether to warn now. The delay doubles with each warning: the environment may just be slow."""
+        """Return whether to warn now, with its stack. The delay doubles each time: the environment may just be slow."""
         if stuck_s <= self.warn_after_s:
             return False
         while self.warn_after_s < stuck_s:
             self.warn_after_s *= 2
+        self.is_traced = True
         return True
 
     def killed(self, reason: str) -> None:
