@@ -176,11 +176,19 @@ class Collector:
     def _stream(
         self, num_steps: int, min_envs: int, max_staleness: int | None, queue: int, timeout_s: float | None
     ) -> Generator[Rollout, None, None]:
-        self._envs._ready_to_collect(self, "stream")
+        try:
+            self._envs._ready_to_collect(self, "stream")
+            if self._sync.publisher.version < 0:
+                self.publish()
+            self._collection.start_stream(num_steps, queue)
+            yield from self._batches(num_steps, min_envs, max_staleness, timeout_s)
+        finally:
+            checkpoint()
+
+    def _batches(
+        self, num_steps: int, min_envs: int, max_staleness: int | None, timeout_s: float | None
+    ) -> Generator[Rollout, None, None]:
         collection = self._collection
-        if self._sync.publisher.version < 0:
-            self.publish()
-        collection.start_stream(num_steps, queue)
         begin = asked = time.perf_counter()
         try:
             while True:
@@ -200,7 +208,6 @@ class Collector:
             raise
         finally:
             self._count_time(begin)
-            checkpoint()
 
     def _count_time(self, begin: float) -> float:
         now = time.perf_counter()

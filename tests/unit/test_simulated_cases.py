@@ -59,6 +59,23 @@ def test_a_step_that_ctrl_c_ends_while_its_last_answer_is_awaited_needs_a_reset(
             envs.step(np.zeros(1, np.int64))
 
 
+def test_ctrl_c_while_a_stream_resets_an_environment_that_fails_is_reported_by_the_stream() -> None:
+    with opened(1, 1) as (world, envs):
+        world.planned = once("raise", (0, "reset"), world)
+        collector = envs.collector(policy(), seed=1)
+        executor = envs._driver.executor
+        run = executor.run
+
+        def press_and_run(index: int) -> None:
+            interrupts.STATE.pending = True
+            run(index)
+
+        executor.run = press_and_run
+        with pytest.raises(KeyboardInterrupt):
+            next(collector.stream(2))
+        assert not interrupts.STATE.pending, "the next call would end by it"
+
+
 def test_a_step_with_a_policy_that_ctrl_c_ends_after_its_last_answer_needs_a_reset() -> None:
     with opened(1, 1, AutoresetMode.DISABLED) as (_, envs):
         envs.reset()
