@@ -186,8 +186,8 @@ MUTATIONS = [
     Mutation(
         "incarnations are read when a batch is put together",
         "collection.py",
-        "return Part(worker, slots, side, result, fragment.incarnations,",
-        "return Part(worker, slots, side, result, self._driver._state.incarnations_of(slots),",
+        "return Part(worker, slots, side, result, fragment.num_steps, fragment.incarnations,",
+        "return Part(worker, slots, side, result, fragment.num_steps, self._driver._state.incarnations_of(slots),",
     ),
     Mutation(
         "workers keep the weights that they loaded first",
@@ -271,13 +271,20 @@ MUTATIONS = [
 ]
 
 _LOOK = """
-import sys, time
+import signal, sys, time
 from simulation.schedule import run
+
+def stop(number, frame):
+    raise RuntimeError("a schedule does not end")
+
+signal.signal(signal.SIGPROF, stop)
 limit, seed = float(sys.argv[1]), 0
 while time.process_time() < limit:
+    signal.setitimer(signal.ITIMER_PROF, 10.0)  # ends a loop without a wait
     failure = run(seed).failure
     seed += 1
     if failure is not None:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
         print(f"{time.process_time():.1f}\\t{seed}\\t{failure.splitlines()[0][:110]}")
         break
 else:

@@ -8,11 +8,29 @@ from typing import Any
 import numpy as np
 
 from clusterenv.errors import DeadlineError, UsageError, WorkerLostError
-from clusterenv.vector.phases import Phase, refusal
+from clusterenv.vector.phases import Phase
 from simulation.calls import LOSSES, User
 from simulation.world import World
 
 __all__ = ["AsyncUser"]
+
+
+_OF_ENVS = ("call", "get_attr", "set_attr")
+_ANY = ("reset", "reset_async", "call_async", "load_state_dict", *_OF_ENVS)
+_COLLECT = ("rollout", "stream", "evaluate")
+
+_ALLOWED: dict[Phase, tuple[str, ...]] = {
+    Phase.NEW: (*_ANY, *_COLLECT),
+    Phase.IDLE: (*_ANY, *_COLLECT, "step", "send", "step_async"),
+    Phase.PARTIAL: ("reset", "send", "recv"),
+    Phase.RESETTING: ("reset", "reset_wait"),
+    Phase.STEPPING: ("reset", "step_wait"),
+    Phase.CALLING: ("reset", "call_wait"),
+    Phase.COLLECTING: ("reset", "rollout", "evaluate", *_OF_ENVS),
+    Phase.STREAMING: _OF_ENVS,
+    Phase.INTERRUPTED: _ANY,
+}
+"""The calls that are possible in each phase, stated apart from the table that is tested."""
 
 
 class AsyncUser(User):
@@ -149,7 +167,7 @@ class AsyncUser(User):
             "call_wait": envs.call_wait,
             "load_state_dict": lambda: envs.load_state_dict(envs.state_dict()),
         }
-        names = [name for name in calls if refusal(name, phase) is not None]
+        names = [name for name in calls if name not in _ALLOWED[phase]]
         name = names[self.world.choices.draw(len(names))]
         try:
             calls[name]()

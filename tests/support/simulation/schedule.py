@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -90,6 +91,8 @@ def prepared(world: World) -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     plan, env_module.blueprint = env_module.blueprint, _plan
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: no Ctrl-C would be simulated
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with virtual_time(world.clock):
             yield
