@@ -205,8 +205,21 @@ MUTATIONS = [
         "a replacement is taken to have the weights of the dead worker",
         "engine/collecting/weights.py",
         '        """Its process is gone: it will not read, and its replacement has loaded nothing."""\n'
+        "        self._loaded.pop(worker, None)\n"
+        "        for place in self._places:\n"
+        "            place.readers = {request: reader for request, reader in place.readers.items() "
+        "if reader != worker}\n"
+        "\n"
+        "    def policy_changed(self, worker: int) -> None:\n"
+        '        """Record that the worker is sent a new policy, which discards the weights that it has loaded."""\n'
         "        self._loaded.pop(worker, None)",
-        '        """Its process is gone: it will not read, and its replacement has loaded nothing."""',
+        '        """Its process is gone: it will not read, and its replacement has loaded nothing."""\n'
+        "        for place in self._places:\n"
+        "            place.readers = {request: reader for request, reader in place.readers.items() "
+        "if reader != worker}\n"
+        "\n"
+        "    def policy_changed(self, worker: int) -> None:\n"
+        '        """Record that the worker is sent a new policy, which discards the weights that it has loaded."""',
     ),
     Mutation(
         "a pull is never taken to be over",
