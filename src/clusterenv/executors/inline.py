@@ -57,9 +57,12 @@ class InlineExecutor:
         self._memory = [_Own() for _ in range(workers)]
         self._events: list[tuple[int, Any]] = []
         self._dispatchers: dict[int, Dispatcher] = {}
+        self._interrupted: set[int] = set()
+        """Workers with an environment that Ctrl-C interrupted: they do nothing until they are started again."""
         interrupts.environments_opened(self)
 
     def start(self, index: int) -> None:
+        self._interrupted.discard(index)
         if index in self._dispatchers:
             self._dispatchers[index].close()
         self._dispatchers[index] = Dispatcher(
@@ -86,12 +89,13 @@ class InlineExecutor:
         return True
 
     def send(self, index: int, message: Any, request: Request | None = None) -> None:
-        if isinstance(message, Close):
-            return  # `close` does it
+        if isinstance(message, Close) or index in self._interrupted:
+            return  # `close` does it; what was interrupted is gone, although its exit may not have been processed yet
         try:
             reply = self._run(index, message)
         except BaseException:  # Ctrl-C within an environment: its state is unknown
             self._events.append((index, Exit("was interrupted", "", Cause.INTERRUPTED)))
+            self._interrupted.add(index)
             raise
         if reply is not None:
             self._answer(index, reply)
