@@ -185,6 +185,7 @@ class Collector:
         finally:
             checkpoint()
 
+    @uninterrupted_generator  # `close` calls it without `_stream`
     def _batches(
         self, num_steps: int, min_envs: int, max_staleness: int | None, timeout_s: float | None
     ) -> Generator[Rollout, None, None]:
