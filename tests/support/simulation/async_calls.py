@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from clusterenv.errors import DeadlineError, UsageError, WorkerLostError
+from clusterenv.errors import DeadlineError, UsageError
 from clusterenv.vector.phases import Phase
 from simulation.calls import LOSSES, User
 from simulation.world import World
@@ -87,19 +87,11 @@ class AsyncUser(User):
         self._attempt(lambda: self.envs.step_async(actions))
 
     def step_wait(self) -> None:
-        timeout_s, slots, actions = self._timeout_s(), list(range(self.n)), self._pending_actions
+        timeout_s = self._timeout_s()
         try:
-            result = self._attempt(lambda: self.envs.step_wait(timeout_s), *LOSSES, DeadlineError, is_whole=True)
+            self._take_step(lambda: self.envs.step_wait(timeout_s), self._pending_actions, DeadlineError)
         except DeadlineError:
             self._still_pending(Phase.STEPPING)
-            return
-        except WorkerLostError as error:
-            self._after_lost(error, actions)
-            return
-        except LOSSES:
-            self.ledger.give_up(slots)
-            return
-        self.ledger.step(slots, actions, result)
 
     # -- calls ------------------------------------------------------------------------------------------------
 

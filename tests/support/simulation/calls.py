@@ -190,10 +190,14 @@ class User:
     def step(self) -> None:
         if self._reset_ended():
             return
+        actions = self._draw_actions(list(range(self.n)))
+        self._take_step(lambda: self.envs.step(actions), actions)
+
+    def _take_step(self, call: Callable[[], Any], actions: Any, *allowed: type[BaseException]) -> None:
+        """Pass the rows of a step of all slots to the ledger; `actions` is None if a policy chose them."""
         slots = list(range(self.n))
-        actions = self._draw_actions(slots)
         try:
-            result = self._attempt(lambda: self.envs.step(actions), *LOSSES, is_whole=True)
+            result = self._attempt(call, *LOSSES, *allowed, is_whole=True)
         except WorkerLostError as error:
             self._after_lost(error, actions)
             return

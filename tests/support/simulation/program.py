@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import clusterenv as ce
-from clusterenv.errors import CrashLoopError, DeadlineError, WorkerLostError
+from clusterenv.errors import CrashLoopError, DeadlineError
 from clusterenv.vector.phases import Phase
 from simulation.async_calls import AsyncUser
 from simulation.calls import LOSSES, Ended
@@ -192,16 +192,7 @@ class Program(AsyncUser):
             return
         self._collector()
         self._learn()
-        slots = list(range(self.n))
-        try:
-            result = self._attempt(lambda: self.envs.step(self.policy), *LOSSES, is_whole=True)
-        except WorkerLostError as error:
-            self._after_lost(error, None)
-            return
-        except LOSSES:
-            self.ledger.give_up(slots)
-            return
-        self.ledger.step(slots, None, result)
+        self._take_step(lambda: self.envs.step(self.policy), None)
 
 
 def _forward(weights: Any, obs: Any) -> Any:
