@@ -11,10 +11,10 @@ unexport PYTHONDONTWRITEBYTECODE
 CLUSTERS ?= slurm ray kubernetes
 REAL := slurm or ray or kubernetes
 
-# How many processes run the tests of `make test`.
+# How many processes run the tests.
 JOBS ?= 2
 
-.PHONY: demo test test-long test-examples test-network test-clusters test-smoke check guarantees tour search simulate mutations format bench soak soak-short paper paper-quick clean
+.PHONY: demo test test-long test-examples test-jax test-network test-clusters test-smoke check guarantees tour search simulate mutations format bench soak soak-short paper paper-quick clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,12 +32,21 @@ test-long: $(VENV)/.ready
 	$(BIN)/pytest -n $(JOBS) -m slow
 
 test-examples: $(VENV)/.ready
-	$(BIN)/pytest -m examples
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m examples
+
+# Environments of gymnax and brax, with the Gymnasium that they need.
+test-jax: $(VENV)-jax/.ready
+	$(VENV)-jax/bin/pytest tests/local/test_jax.py
+
+$(VENV)-jax/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-jax
+	$(VENV)-jax/bin/pip install --quiet -e ".[jax]" cloudpickle hypothesis psutil pytest pytest-timeout pytest-xdist
+	touch $@
 
 # Needs root: the machines of its clusters are network namespaces, and it makes a control group.
 test-network: $(VENV)/.ready
 	command -v ip bridge tc ss > /dev/null || apt-get install --yes --quiet iproute2
-	$(BIN)/pytest -m network
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m network
 
 # Each needs root but Ray: packages are installed, Kubernetes is built once (about 10 minutes) and kept in ~/.cache.
 test-clusters: $(VENV)/.ready

@@ -18,9 +18,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks import start as first_batch
 from benchmarks.tables import (
     COLLECTORS,
     PULLS,
+    SIMULATORS,
     STREAMS,
     TABLES,
     Results,
@@ -40,9 +42,13 @@ STREAMS_FILE = Path("benchmarks") / "streams.py"
 PULLS_FILE = Path("benchmarks") / "pulls.py"
 FILES = {**dict.fromkeys(COLLECTORS, COLLECTORS_FILE), **dict.fromkeys(STREAMS, STREAMS_FILE)}
 FILES |= dict.fromkeys(PULLS, PULLS_FILE)
+FILES |= dict.fromkeys(SIMULATORS, Path("benchmarks") / "simulators.py")
 OUTPUT = ROOT / "runs" / "bench"
 START_AND_STOP_S = 180
 WARMUP_S = 0.5
+START = "start"
+"""Name of the section that `start.py` measures."""
+START_ROUNDS = 3  # with torch in 16 workers, one round takes most of a minute
 
 
 def main() -> None:
@@ -71,7 +77,7 @@ def main() -> None:
                     say(f"{where}: {series.rates[-1]:,.0f} {table.unit}")
 
     settings = {"rounds": args.rounds, "seconds": args.seconds, "warmup_s": WARMUP_S, "workers": args.workers}
-    record = {
+    record: dict[str, Any] = {
         "started": started.isoformat(timespec="seconds"),
         "machine": machine,
         "settings": settings,
@@ -79,13 +85,17 @@ def main() -> None:
         "figures": summary(results, tables),
         "goals": goals_summary(results, tables),
     }
-    text = "\n\n".join(
-        [
-            header(machine, settings, versions),
-            *(table_markdown(table, results, args.workers) for table in tables),
-            goals_markdown(results, tables),
-        ]
-    )
+    sections = [
+        header(machine, settings, versions),
+        *(table_markdown(table, results, args.workers) for table in tables),
+        goals_markdown(results, tables),
+    ]
+    if args.only is None or START in args.only:
+        counts = [4] if args.quick else [4, 16]
+        starts = first_batch.measure_all(min(args.rounds, START_ROUNDS), counts)
+        record["start"] = {f"{policy}, {workers} workers": rounds for (policy, workers), rounds in starts.items()}
+        sections.append(first_batch.markdown(starts, counts))
+    text = "\n\n".join(sections)
     print(text)
     OUTPUT.mkdir(parents=True, exist_ok=True)
     stem = started.strftime("%Y%m%dT%H%M%SZ")
@@ -100,7 +110,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2, help="processes, actors or threads of each subject")
     parser.add_argument("--quick", action="store_true", help="one round of half a second, to see that everything runs")
-    names = [table.name for table in TABLES]
+    names = [*(table.name for table in TABLES), START]
     parser.add_argument("--only", nargs="+", choices=names, metavar="TABLE", help=f"any of {', '.join(names)}")
     args = parser.parse_args()
     if args.quick:

@@ -19,7 +19,13 @@ STREAMS = ("stream-learn", "rollout-learn", "stream-uneven", "stream-alone")
 """Subjects of `streams.py`."""
 PULLS = ("pull", "raw-copy")
 """Subjects of `pulls.py`."""
-ACTING = "A 64-64 tanh policy in torch acts; sampled actions and their log-probabilities, in rollouts of 128 steps."
+OVER_ENVPOOL = ("bare-envpool", "collect-envpool", "collect-envpool-network")
+SIMULATORS = (*OVER_ENVPOOL, "collect-atari", "bare-atari", "torchrl-envpool")
+"""Subjects of `simulators.py`."""
+ACTING = (
+    "A 64-64 tanh policy, a torch module that ours exports, acts; sampled actions and their log-probabilities, in "
+    "rollouts of 128 steps."
+)
 LABELS = {
     LIMIT: "limit: a bare loop per worker, nothing sent",
     "clusterenv": "**clusterenv**, `step`",
@@ -37,6 +43,12 @@ LABELS = {
     "cleanrl-async": "CleanRL's loop on AsyncVectorEnv, a process each",
     "rllib": "RLlib, an EnvRunner per worker",
     "torchrl": "TorchRL MultiAsyncCollector, a SyncVectorEnv per worker",
+    "collect-envpool": "**clusterenv**, `collector.rollout`, EnvPool in the workers",
+    "collect-envpool-network": "**clusterenv**, `collector.rollout`, EnvPool, a node agent per worker",
+    "collect-atari": "**clusterenv**, `collector.rollout`, ale-py's vector environment in the workers",
+    "bare-envpool": "EnvPool, a bare loop that acts and records: the best of threads, sync and async, torch and ONNX",
+    "bare-atari": "ale-py's vector environment, a bare loop: the best of threads, torch and ONNX",
+    "torchrl-envpool": "TorchRL over its EnvPool wrapper, a thread per worker",
     "pull": "**clusterenv**, a node pulls a policy",
     "raw-copy": "as many bytes over one encrypted ZeroMQ connection",
     "stream-learn": "**clusterenv**, `collector.stream` and learning",
@@ -86,6 +98,7 @@ Results = dict[str, dict[str, Series]]
 """Table name → subject → series."""
 
 ACTORS = (LIMIT, "clusterenv-collect", *PEER_COLLECTORS)
+WITH_CNN = "The Nature CNN acts; rollouts of 32 steps."
 NETWORK = "Two node agents on loopback, everything encrypted, against shared memory."
 TABLES = (
     Table("CartPole-v1", "CartPole-v1", 64, (LIMIT, "clusterenv", *PEERS)),
@@ -102,6 +115,19 @@ TABLES = (
     ),
     Table("collect-CartPole-v1", "CartPole-v1", 64, ACTORS, ours="clusterenv-collect", note=ACTING),
     Table("collect-LunarLander-v3", "LunarLander-v3", 64, ACTORS, ours="clusterenv-collect", note=ACTING),
+    Table("envpool-CartPole-64", "CartPole-v1", 64, OVER_ENVPOOL, ours="collect-envpool", note=ACTING),
+    Table("envpool-CartPole-1024", "CartPole-v1", 1024, OVER_ENVPOOL, ours="collect-envpool", note=ACTING),
+    Table(
+        "envpool-LunarLander-64",
+        "LunarLander-v3",
+        64,
+        (*OVER_ENVPOOL, "torchrl-envpool", "rllib"),
+        ours="collect-envpool",
+        note=ACTING,
+    ),
+    Table("envpool-LunarLander-1024", "LunarLander-v3", 1024, OVER_ENVPOOL, ours="collect-envpool", note=ACTING),
+    Table("envpool-Pong-64", "Pong-v5", 64, OVER_ENVPOOL, ours="collect-envpool", note=WITH_CNN),
+    Table("atari-64", "ALE/Pong-v5", 64, ("bare-atari", "collect-atari"), ours="collect-atari", note=WITH_CNN),
     Table(
         "network-step",
         "LunarLander-v3",
@@ -164,6 +190,14 @@ GOALS = (
     Goal("collect-LunarLander-v3", "clusterenv-collect", "torchrl", 6.0),
     Goal("collect-LunarLander-v3", "clusterenv-collect", "cleanrl-async", 3.0),
     Goal("collect-LunarLander-v3", "clusterenv-collect", "cleanrl-sync", 1.8),
+    *(
+        Goal(f"envpool-{name}", "collect-envpool", "bare-envpool", 0.9)
+        for name in ("CartPole-64", "CartPole-1024", "LunarLander-64", "LunarLander-1024", "Pong-64")
+    ),
+    Goal("envpool-LunarLander-64", "collect-envpool", "torchrl-envpool", 1.5),
+    Goal("envpool-LunarLander-64", "collect-envpool", "rllib", 3.0),
+    Goal("envpool-LunarLander-64", "collect-envpool-network", "collect-envpool", 0.85),
+    Goal("atari-64", "collect-atari", "bare-atari", 0.9),
     Goal("network-step", "clusterenv-network", "clusterenv", 0.7),
     Goal("network-collect", "clusterenv-collect-network", "clusterenv-collect", 0.9),
     Goal("network-pull", "pull", "raw-copy", 1 / 1.3),

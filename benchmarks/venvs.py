@@ -26,10 +26,17 @@ REQUIREMENTS = {
     # wheel, and the one that every other environment here steps.
     "rllib": ("ray[rllib]", "torch", "gymnasium[classic-control]", "Box2D"),
     "torchrl": ("torchrl", ENVIRONMENTS),
+    "torchrl-envpool": ("torchrl", "envpool", "treevalue", ENVIRONMENTS),
 }
 # Other subjects run in the project's own environment. EnvPool is one of them on purpose: alone and inside our workers
 # it must be the same build, with the same numpy.
-VENV_OF_SUBJECT = {"subproc": "sb3", "ray": "ray", "rllib": "rllib", "torchrl": "torchrl"}
+VENV_OF_SUBJECT = {
+    "subproc": "sb3",
+    "ray": "ray",
+    "rllib": "rllib",
+    "torchrl": "torchrl",
+    "torchrl-envpool": "torchrl-envpool",
+}
 
 
 @dataclass(frozen=True)

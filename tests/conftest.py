@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 import guarantees
+import prefork
 import real
 
 # The same examples in every run: a failure is a finding of the change at hand, never of the dice.
@@ -49,9 +50,11 @@ def _resource_tracker() -> tuple[int | None, int | None]:
 
 def _state() -> tuple[set[int], set[int | None], dict[str, str], set[str]]:
     tracker, its_pipe = _resource_tracker()
-    children = {child.pid for child in psutil.Process().children(recursive=True)} - real.daemons() - {tracker}
+    forks, forks_pipe = prefork.own()
+    children = {child.pid for child in psutil.Process().children(recursive=True)} - real.daemons() - {tracker, forks}
     threads = {thread.ident for thread in threading.enumerate()}
-    descriptors = {number: target for number, target in _descriptors().items() if number != str(its_pipe)}
+    kept = {str(its_pipe), forks_pipe}
+    descriptors = {number: target for number, target in _descriptors().items() if number not in kept}
     # podman makes its locks when it is first used on a machine, and keeps them.
     shared = {name for name in os.listdir("/dev/shm") if not name.startswith("libpod_")}
     return children, threads, descriptors, shared
@@ -108,11 +111,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         # Workers would otherwise import it for an environment that it defines, and with it pytest, torch and more.
         cloudpickle.register_pickle_by_value(module)
     if not session.config.option.collectonly:
+        if session.items:  # not the process that only hands tests out
+            prefork.start()
         real.start({kind for kind in real.KINDS for item in session.items if item.get_closest_marker(kind)})
 
 
 def pytest_sessionfinish() -> None:
     real.stop()
+    prefork.stop()
 
 
 @pytest.fixture(autouse=True)

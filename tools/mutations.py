@@ -168,7 +168,7 @@ MUTATIONS = [
     Mutation(
         "the fragment of a lost worker is not asked for again",
         "engine/collecting/fragments.py",
-        "                fragment.state = FragmentState.QUEUED",
+        "                fragment.state, fragment.was_lost = FragmentState.QUEUED, True",
         "                pass",
     ),
     Mutation(
@@ -242,7 +242,7 @@ MUTATIONS = [
     Mutation(
         "episodes of moved slots do not end",
         "engine/collecting/assembly.py",
-        "    side.truncations[t, first + open_ones] = True\n",
+        "    side.truncations[t, first + who_ends] = True\n",
         "",
     ),
     Mutation(
@@ -271,8 +271,8 @@ MUTATIONS = [
     ),
     Mutation(
         "whole returns of episodes whose beginning was stepped",
-        "worker/act_and_step.py",
-        "elif was_stepped:",
+        "worker/fragment_loop.py",
+        "elif run.was_stepped:",
         "elif False:",
     ),
     Mutation(
@@ -280,6 +280,49 @@ MUTATIONS = [
         "engine/engine.py",
         "if due_s > now_s), default=None)",
         "), default=None)",
+    ),
+    Mutation(
+        "a rollout does not report a fragment that waits to run again",
+        "engine/collecting/fragments.py",
+        "is_lost = fragment.was_lost and fragment.state is FragmentState.QUEUED",
+        "is_lost = False",
+    ),
+    Mutation(
+        "the loss of a late fragment is forgotten",
+        "engine/collecting/fragments.py",
+        'elif self.on_loss == "mask" or fragment.is_late:',
+        "elif fragment.is_late:\n                self._of[worker].remove(fragment)\n"
+        "            elif self.on_loss != 'rerun':",
+    ),
+    Mutation(
+        "a reset of some slots hides the rows of an interrupted step",
+        "vector/async_calls.py",
+        "if guard.was_interrupted:",
+        "if False:",
+    ),
+    Mutation(
+        "a lost episode ends with an observation that was never delivered",
+        "engine/failures.py",
+        "state.rows.restore_last_obs(worker.slots)",
+        "pass",
+    ),
+    Mutation(
+        "the reset of a vector environment's slot is a row",
+        "worker/vector_fragment.py",
+        "begun = group.over[where].copy()  # this step was only their reset",
+        "begun = np.zeros(len(rows), dtype=np.bool_)",
+    ),
+    Mutation(
+        "a vector environment that fails does not end the other columns",
+        "worker/vector_fragment.py",
+        "        columns.truncations[t, k] = True\n        run.finals.append((t, k, columns.row(t + 1, k)))",
+        "        return",
+    ),
+    Mutation(
+        "noise of a column that is behind is that of another row",
+        "worker/vector_fragment.py",
+        "at.own[where] += len(self._every) * live",
+        "pass",
     ),
 ]
 

@@ -72,14 +72,13 @@ def main() -> int:
         coverage.merge(result[3])
     print(f"{done} schedules from seed {first} on, {60 * done / cpu_s:.0f} a minute of one core, {len(failed)} failed")
     print("\n".join(coverage.lines()))
-    shown = 0
+    for seed, failure in failed:  # all of them first: shortening takes long, and may be cut off
+        print(f"seed {seed}: {failure.splitlines()[0][:200]}", flush=True)
     for seed, failure in failed:
         kind = "".join(c for c in failure if not c.isdigit())[:70]
         kinds[kind] += 1
-        print(f"seed {seed}: {failure.splitlines()[0][:200]}")
-        if kinds[kind] == 1 and shown < options.show:
-            shown += 1
-            print(report(run(seed)))
+        if kinds[kind] == 1 and len(kinds) <= options.show:
+            print(report(run(seed)), flush=True)
     rare = coverage.rare() if options.complete else []
     for line in rare:
         print(line)

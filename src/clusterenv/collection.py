@@ -41,6 +41,7 @@ class Collection:
         self._driver = driver
         self._policy = policy
         self._sequence = np.zeros(len(driver.slots_of), dtype=np.int64)
+        self._leaf_names = [f"observation{leaf.name}" for leaf in driver.layout.obs]
 
     # -- weights ----------------------------------------------------------------------------------------------
 
@@ -209,7 +210,8 @@ class Collection:
             result = part.result
             if result is None:
                 continue
-            stand = self.sync.delivered(part.worker, result.version, size_of(part))
+            forms = zip(self._leaf_names, result.forms, strict=False)
+            stand = self.sync.delivered(part.worker, result.version, size_of(part), result.saved_bytes, forms)
             slots = tuple(part.slots)
             receipts.append(Receipt(part.worker, slots, result.version, stand.lag, stand.drift, stand.drift_se))
             self.counts.fragment(part.worker, result.num_steps, len(slots), result.env_s, result.policy_s)

@@ -20,12 +20,15 @@ from clusterenv.collection import Collection
 from clusterenv.engine.collecting.collecting import Attached
 from clusterenv.engine.collecting.counters import Counters
 from clusterenv.engine.collecting.fragments import Mode, OnLoss
+from clusterenv.engine.collecting.placement import Act, Placement
 from clusterenv.engine.collecting.synchronization import Synchronization
 from clusterenv.errors import EnvError, PolicyError, UsageError, WorkerLostError
 from clusterenv.events import emit
+from clusterenv.head_acting import HeadActing
 from clusterenv.policy import as_policy
+from clusterenv.policy.acting.base import Prepared
 from clusterenv.policy.acting.distributions import Uniform
-from clusterenv.policy.acting.named import named
+from clusterenv.policy.acting.named import as_plain
 from clusterenv.policy.sync.exchange import Exchange
 from clusterenv.policy.sync.rules import APS, Always, Rule
 from clusterenv.policy.weights.encoding import encode
@@ -54,7 +57,9 @@ class Collector:
         on_loss: OnLoss = "rerun",
         prefetch: bool = False,
         codec: Codec | None = None,
+        act: Act = "workers",
     ) -> None:
+        expect("collector", "act", act, Act)
         expect("collector", "info_keys", info_keys, Sequence[str])
         expect("collector", "seed", seed, int | None, least=0)
         expect("collector", "on_loss", on_loss, OnLoss)
@@ -67,17 +72,22 @@ class Collector:
         self._prefetch = prefetch
         self._policy = as_policy(agent)
         self.agent = agent
-        prepared = self._policy.prepare(envs.single_observation_space, envs.single_action_space)
-        emit(logging.INFO, f"policy recognised: {prepared.description}")
+        prepared = self._prepare(envs)
+        runs_in = f"{prepared.runtime} ({prepared.reason})" if prepared.reason else prepared.runtime
+        emit(logging.INFO, f"policy recognised: {prepared.description}; runs in {runs_in}")
         try:
             is_sent = envs._is_remote and envs._allow_pickle
             recipe = carry(prepared.recipe, envs._known_packages) if is_sent else dumps(prepared.recipe)
         except Exception as error:  # pickling runs user code (__reduce__), which may raise anything
             what = f"{type(error).__name__}: {why(error)}"
             raise PolicyError(f"the policy cannot be pickled, so it cannot travel to the workers: {what}") from error
-        self._driver.need_packages(getattr(self._policy, "packages", ()))
+        self._described = {
+            "family": prepared.family.name,
+            "runtime": prepared.runtime,
+            "reason": prepared.reason,
+        }
         own_seed = secrets.randbits(128) if seed is None else seed
-        travels = recipe if envs._allow_pickle else named(self._policy)
+        travels = recipe if envs._allow_pickle else as_plain(self._policy, prepared)
         attached = Attached(travels, prepared.family, prepared.mask, own_seed, tuple(info_keys))
         rule = Always() if sync is None else sync
         if codec is None:
@@ -86,8 +96,27 @@ class Collector:
         self._counts = Counters(len(self._driver.slots_of))
         self._sync = Synchronization(exchange, self._driver.weights, prepared, attached, self._counts)
         self._collection = Collection(self._driver, self._policy, self._sync)
+        if act != "workers" and (prefetch or isinstance(sync, APS) or (act == "auto" and prepared.is_recurrent)):
+            given = "prefetch" if prefetch else "APS" if isinstance(sync, APS) else "a recurrent policy"
+            raise UsageError(f'collector(act={act!r}) does not go with {given}: use act="workers"')
+        self._placement = Placement(act)
+        self._head = None if act == "workers" else HeadActing(envs, self._policy, prepared, attached, self._counts)
         in_obs = prepared.mask in getattr(envs.single_observation_space, "spaces", {})
         self._watch = KeyWatch(None if in_obs else prepared.mask, ())  # of `step(agent)`; fragments have their own
+
+    def _prepare(self, envs: ClusterEnv) -> Prepared:
+        """Prepare the policy for these environments, and for nodes that may lack ONNX Runtime."""
+        spaces = envs.single_observation_space, envs.single_action_space
+        prepared = self._policy.prepare(*spaces)
+        try:
+            self._driver.need_packages(getattr(self._policy, "packages", ()))
+        except PolicyError as error:
+            stay_in_torch = getattr(self._policy, "stay_in_torch", None)
+            if stay_in_torch is None or not stay_in_torch(str(error)):
+                raise
+            prepared = self._policy.prepare(*spaces)
+            self._driver.need_packages(getattr(self._policy, "packages", ()))
+        return prepared
 
     # -- collecting -------------------------------------------------------------------------------------------
 
@@ -121,6 +150,11 @@ class Collector:
         expect("rollout", "deadline_s", deadline_s, float | None, least=0)
         self._envs._ready_to_collect(self, "rollout")
         begin = time.perf_counter()
+        if self._head is not None:
+            if timeout_s is not None or deadline_s is not None or balance:
+                raise UsageError('timeout_s, deadline_s and balance are for act="workers"')
+            if self._placement.next == "head":
+                return self._rollout_here(num_steps, copy)
         collection, fragments = self._collection, self._collection.fragments
         if fragments.mode is Mode.ROLLOUT and fragments.owner is not self._counts:
             raise UsageError("another collector's fragment is under way: take it with its rollout(), or reset() first")
@@ -137,6 +171,16 @@ class Collector:
         if self._prefetch:
             self._start(num_steps, balance)
         self._counts.waiting_s += self._count_time(begin) - begin
+        self._placement.measured("workers", int(batch.valid.sum()), time.perf_counter() - begin)
+        return batch
+
+    def _rollout_here(self, num_steps: int, copy: bool) -> Rollout:
+        """Collect a rollout with the policy in this process."""
+        assert self._head is not None
+        begin = time.perf_counter()
+        batch = self._head.rollout(num_steps, self.publish(), copy)
+        self._counts.waiting_s += self._count_time(begin) - begin
+        self._placement.measured("head", int(batch.valid.sum()), time.perf_counter() - begin)
         return batch
 
     def _start(self, num_steps: int, balance: bool) -> None:
@@ -155,7 +199,8 @@ class Collector:
         """Yield fragments of `num_steps` steps as they arrive: no worker waits for another, or for the learner.
 
         Call `publish()` when the agent has learned; workers get new weights, as the rule says, between two fragments.
-        Leave the loop at any time: running fragments are then finished and dropped.
+        Leave the loop at any time: running fragments are then finished and dropped. If the policy acts at the head,
+        each batch has all environments, and these wait while the learner works.
 
         Args:
             min_envs: wait for fragments of at least this many environments; None: one worker's at a time.
@@ -177,6 +222,8 @@ class Collector:
         self, num_steps: int, min_envs: int, max_staleness: int | None, queue: int, timeout_s: float | None
     ) -> Generator[Rollout, None, None]:
         try:
+            while self._head is not None and (not self._placement.is_decided or self._placement.next == "head"):
+                yield checkpoint(self.rollout(num_steps))
             self._envs._ready_to_collect(self, "stream")
             if self._sync.publisher.version < 0:
                 self.publish()
@@ -306,13 +353,15 @@ class Collector:
 
         `steps_per_s`, `worker_steps_per_s` and `time_shares` cover the recent batches: the first, in which the workers
         started, counts only until there is a second. `worker_step_s`: time that each worker needs for one step of its
-        slots.
+        slots. `policy`: the kind of distribution, what runs the policy on the workers ("onnx", "torch" or "numpy"), and
+        why.
         """
         return {
             **self._counts.stats(),
             **self._sync.stats(),
             "restarts": sum(self._driver.events.counts.get(kind, 0) for kind in ("worker_lost", "env_error")),
-            "policy": self._sync.policy.family.name,
+            "policy": self._described,
+            "acts": {"place": self._placement.next, "reason": self._placement.reason},
         }
 
     def summary(self) -> dict[str, float]:

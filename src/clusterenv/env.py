@@ -24,12 +24,14 @@ from clusterenv.backends import Local, starting
 from clusterenv.backends.contract import Backend, check_backend
 from clusterenv.collector import Collector
 from clusterenv.engine.collecting.fragments import OnLoss
-from clusterenv.errors import PendingCallError, PolicyError, UsageError
+from clusterenv.engine.collecting.placement import Act
+from clusterenv.errors import PendingCallError, PolicyError
 from clusterenv.events import Event, EventLog
 from clusterenv.policy import is_agent
 from clusterenv.policy.sync.rules import Rule
 from clusterenv.policy.weights.packing import Codec
 from clusterenv.recovery import Recovery
+from clusterenv.simulators.native import Simulator, native
 from clusterenv.spec import blueprint
 from clusterenv.system.interrupts import uninterrupted
 from clusterenv.system.teardown import Teardown
@@ -59,6 +61,9 @@ class ClusterEnv(AsyncCalls):
         observation_mode: as in Gymnasium: "same", one observation space for all; "different", spaces with the same
             shape and dtype but different bounds; or the pair of spaces (batched, single) to use for such environments.
         resume: a file from which a restarted script can continue after this one was killed (docs/recovery.md).
+        simulator: with an id: step all environments of a worker at once, in EnvPool ("envpool"), in the vector
+            environment that the id is registered with ("vector_entry_point"), or in the first of these that there is
+            ("native"; the log says which). Default: one by one.
 
     Example:
         >>> import clusterenv as ce
@@ -82,11 +87,15 @@ class ClusterEnv(AsyncCalls):
         copy: bool = True,
         observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
         resume: str | os.PathLike[str] | None = None,
+        simulator: Simulator | None = None,
     ) -> None:
         backend = Local() if backend is None else backend
         check_backend(backend)
         expect("ClusterEnv", "recovery", recovery, Recovery | None)
         expect("ClusterEnv", "copy", copy, bool)
+        expect("ClusterEnv", "simulator", simulator, Simulator | None)
+        if simulator is not None:
+            env, env_kwargs = native(env, simulator, env_kwargs), None
         plan = blueprint(env, num_envs, env_kwargs, is_remote=backend.is_remote, allow_pickle=backend.allow_pickle)
         self.observation_mode = parameters.read_observation_mode(observation_mode, plan.is_vector)
         plan = replace(plan, observation_mode=self.observation_mode)
@@ -300,6 +309,7 @@ class ClusterEnv(AsyncCalls):
         on_loss: OnLoss = "rerun",
         prefetch: bool = False,
         codec: Codec | None = None,
+        act: Act = "workers",
     ) -> Collector:
         """Attach a policy: the workers act with it, and `rollout` returns what they collected.
 
@@ -314,6 +324,8 @@ class ClusterEnv(AsyncCalls):
             codec: how weights are encoded: "fp32"; "fp16"; "int8", "int4" or "int2", differences from the weights that
                 the node has; "auto", the smallest of these that changes the policy by at most a quarter of the drift
                 that `sync` tolerates. None: "auto" on a cluster with `APS`, else "fp32".
+            act: where the policy acts: on the "workers"; at the "head", in batches, on the device of the module; or
+                "auto", where the first rollouts are faster (docs/collecting.md).
 
         Example:
             >>> import torch, clusterenv as ce
@@ -325,7 +337,15 @@ class ClusterEnv(AsyncCalls):
         """
         self._guard.check_open("collector")
         collector = Collector(
-            self, agent, sync=sync, info_keys=info_keys, seed=seed, on_loss=on_loss, prefetch=prefetch, codec=codec
+            self,
+            agent,
+            sync=sync,
+            info_keys=info_keys,
+            seed=seed,
+            on_loss=on_loss,
+            prefetch=prefetch,
+            codec=codec,
+            act=act,
         )
         if self._resumed is not None:
             collector.load_state_dict(self._resumed)
@@ -335,8 +355,6 @@ class ClusterEnv(AsyncCalls):
     def _ready_to_collect(self, collector: Collector, call: str) -> None:
         """Refuse a call of the collector that is not possible now; reset the environments if they never were."""
         self._guard.check(call)
-        if self._is_vector:
-            raise UsageError("a collector steps environments one by one: Vector(fn) has step(), send() and recv() only")
         if not self._guard.was_reset:
             self.reset(seed=None if self._guard.is_resumed else collector.seed)
 

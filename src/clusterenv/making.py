@@ -12,7 +12,7 @@ from clusterenv.env import ClusterEnv
 from clusterenv.errors import SpecError
 from clusterenv.spec import constructor_takes
 
-_OWN = ("backend", "autoreset_mode", "recovery", "copy", "observation_mode", "resume", "env_kwargs")
+_OWN = ("backend", "autoreset_mode", "recovery", "copy", "observation_mode", "resume", "simulator", "env_kwargs")
 _GYMNASIUMS = {
     "vectorization_mode": "leave it out: environments run in worker processes, backend=... says where.",
     "vector_kwargs": "write its entries as arguments of make_vec.",

@@ -211,6 +211,13 @@ def map_arrays(function: Callable[..., Any], first: Any, *others: Any) -> Any:
     return function(first, *others)
 
 
+def to_numpy(values: Any) -> Any:
+    """Return an array, or a tensor on whatever device, as a numpy array."""
+    if isinstance(values, np.ndarray):
+        return values
+    return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+
+
 def shape_of(values: Any) -> str:
     """Return the dtype and shape of an array or tensor, or of each one in a dict or tuple, as text."""
     if isinstance(values, dict):

@@ -104,7 +104,7 @@ def blueprint(
         return _named(env, num_envs, env_kwargs)
     spec = None
     if isinstance(env, (str, EnvSpec)):
-        spec = _resolve(env)
+        spec = find_spec(env)
         maker, what = MakeFromSpec(spec, dict(env_kwargs or {})), f"env_kwargs of {spec.id}"
     elif env_kwargs:
         raise SpecError("env_kwargs goes with an environment id; put the arguments into the thunk: lambda: make(...)")
@@ -169,7 +169,7 @@ def _place(maker: Callable[..., Any]) -> str:
 
 def constructor_takes(env: str | EnvSpec, name: str) -> bool:
     """Return whether the environment's constructor, or `gymnasium.make`, has a parameter of this name."""
-    entry = _resolve(env).entry_point
+    entry = find_spec(env).entry_point
     try:
         creator = load_env_creator(entry) if isinstance(entry, str) else entry
         own = inspect.signature(creator).parameters if callable(creator) else {}
@@ -184,7 +184,7 @@ def _named(env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | None)
             "allow_pickle=False: nodes accept no code, so env has to be an id that they know "
             '("package:Name-v0" imports the package there)'
         )
-    spec = _resolve(env)
+    spec = find_spec(env)
     try:
         payload = json.dumps({"id": env, "kwargs": dict(env_kwargs or {})}).encode()
     except (TypeError, ValueError) as error:
@@ -192,17 +192,17 @@ def _named(env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | None)
     return Blueprint(num_envs or 1, payload, False, spec, True)
 
 
-def _resolve(env: str | EnvSpec) -> EnvSpec:
+def find_spec(env: str | EnvSpec) -> EnvSpec:
     """Return the spec from the registry of this process, in which the user's script has registered its own ids."""
     if isinstance(env, EnvSpec):
         return env
     try:
-        return _find_spec(env)
+        return _in_registry(env)
     except (gym.error.Error, ImportError) as error:
         raise SpecError(f"unknown environment id {env!r}: {error}") from error
 
 
-def _find_spec(env: str) -> EnvSpec:
+def _in_registry(env: str) -> EnvSpec:
     """Find an id as `gymnasium.make` does: "module:Name-v0" imports the module, "Name" means the newest version."""
     module, _, name = env.rpartition(":")
     if module:
@@ -256,7 +256,7 @@ def load_makers(
     if is_named:
         given = json.loads(payload)
         try:
-            spec = _find_spec(given["id"])
+            spec = _in_registry(given["id"])
         except gym.error.Error as error:
             raise SpecError(
                 f"{given['id']!r} is not registered on a node, which accepts no code from the script "

@@ -49,6 +49,17 @@ def test_the_example_runs(name, steps, low, high):
     assert low <= summary(output, "evaluation") <= high
 
 
+@pytest.mark.parametrize("act", ["workers", "head"])
+def test_ppo_atari_runs_wherever_its_policy_acts(act, tmp_path):
+    png = tmp_path / "pong.png"
+    options = ("--num-envs", 4, "--num-steps", 16, "--epochs", 1, "--eval-episodes", 1, "--act", act)
+    output = run("ppo_atari.py", "--total-steps", 128, "--workers", 2, *options, "--plot", png)
+    assert summary(output, "steps") >= 128
+    assert -21 <= summary(output, "evaluation") <= 21
+    assert f"acted       {act}" in output
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
 def test_ppo_detach_learns_nothing_from_rows_that_are_not_valid():
     example = load("ppo_detach.py")
     with ce.ClusterEnv("CartPole-v1", num_envs=4, backend=ce.Local(workers=0)) as envs:

@@ -148,8 +148,10 @@ def test_step_before_reset_and_after_close_says_so(envs: EnvPoolVectorEnv) -> No
 
 
 def test_what_cluster_env_decides_cannot_be_passed() -> None:
-    with pytest.raises(ClusterEnvError, match="batch_size, seed"):
-        envpool("CartPole-v1", seed=1, batch_size=2)
+    with pytest.raises(ClusterEnvError, match="num_envs, seed"):
+        envpool("CartPole-v1", seed=1, num_envs=2)
+    with pytest.raises(ClusterEnvError, match="batch_size=0"):
+        EnvPoolVectorEnv("CartPole-v1", 2, seeds=[1, 2], batch_size=0)
 
 
 def test_the_factory_travels() -> None:

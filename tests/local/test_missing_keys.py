@@ -159,7 +159,7 @@ def test_nothing_travels_where_all_keys_come():
 
 def test_what_a_node_says_of_keys_is_checked():
     good = MissingKeys("mask", ["a"], ["b"])
-    told_of = plain().unpack(encode_plain(Reply(1, [], good))[5 + 18 :])
+    told_of = plain().unpack(encode_plain(Reply(1, [], good))[5 + 20 :])
     assert told_of.infos == good
     check_missing(good)
     check_missing(None)

@@ -9,7 +9,7 @@ import torch
 
 import clusterenv as ce
 from clusterenv.errors import NotPlainError
-from clusterenv.policy.acting.named import Named, class_at, prepare_named
+from clusterenv.policy.acting.named import Named, class_at, prepare_plain
 from clusterenv.wire.channel import FrameReader, encode, encode_named, open_request
 from clusterenv.wire.requests import Call, Step
 
@@ -34,7 +34,7 @@ def test_a_policy_by_name_acts_as_the_same_policy_by_value():
     module = torch.nn.Linear(4, 2)
     batches = []
     for backend, made_by in ((NAMED, LINEAR), (ce.Local(workers=2), None)):
-        policy = ce.TorchPolicy(module, dist="categorical", made_by=made_by)
+        policy = ce.TorchPolicy(module, dist="categorical", made_by=made_by, runtime="torch")
         with ce.ClusterEnv(ID, 4, backend=backend) as envs:
             collector = envs.collector(policy, seed=3)
             collector.rollout(8)
@@ -61,11 +61,10 @@ def test_what_would_need_code_is_refused_by_name():
         with pytest.raises(ce.PolicyError, match="carries code"):
             envs.collector(ce.NumpyPolicy(lambda w, o: o @ w["w"], {"w": np.ones((4, 2))}))
         with pytest.raises(ce.PolicyError, match="made_by"):
-            envs.collector(ce.TorchPolicy(torch.nn.Linear(4, 2), dist="categorical"))
+            envs.collector(ce.TorchPolicy(torch.nn.Linear(4, 2), dist="categorical", runtime="torch"))
         with pytest.raises(ce.PolicyError, match="not the class of the module"):
-            envs.collector(
-                ce.TorchPolicy(torch.nn.Sequential(torch.nn.Linear(4, 2)), dist="categorical", made_by=LINEAR)
-            )
+            module = torch.nn.Sequential(torch.nn.Linear(4, 2))
+            envs.collector(ce.TorchPolicy(module, dist="categorical", made_by=LINEAR, runtime="torch"))
         with pytest.raises(NotPlainError, match="args"):
             envs.call("set_state", print)
         assert envs.step(np.zeros(4, np.int64))[0].shape == (4, 4), "nothing was lost"
@@ -85,7 +84,7 @@ def test_only_policy_classes_are_made_of_a_name():
         class_at("no_such_package:Policy")
     space = gym.spaces.Box(-1, 1, (4,))
     with pytest.raises(ce.PolicyError, match="no policy class"):
-        prepare_named(Named("builtins:exec", {"source": "1"}, {}), space, gym.spaces.Discrete(2))
+        prepare_plain(Named("builtins:exec", {"source": "1"}, {}), space, gym.spaces.Discrete(2))
 
 
 def test_a_worker_that_takes_no_pickles_unpickles_none():

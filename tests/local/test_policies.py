@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -25,7 +23,7 @@ import clusterenv as ce
 from clusterenv.policy.acting.distributions import family_for
 from clusterenv.policy.acting.random_streams import Streams
 from policies import draw, logprob
-from toys import DiesOnce
+from toys import DiesOnce, ReportsImports
 
 TWO = ce.Local(workers=2, preload=("torch",))  # imported once, not by each worker
 OBS = 5
@@ -268,23 +266,10 @@ def test_sb3_policies_act_as_they_do_at_home(space):
     assert torch.allclose(own, logprobs, atol=1e-5)
 
 
-class Imports(gym.Env):
-    observation_space, action_space = spaces.Box(-1, 1, (OBS,), np.float32), spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        return np.zeros(OBS, np.float32), {}
-
-    def step(self, action):
-        return np.zeros(OBS, np.float32), 0.0, False, False, {}
-
-    def imported(self, name):
-        return name in sys.modules
-
-
 def test_a_worker_imports_torch_and_not_what_torch_has_for_compilers():
     """Sympy would be half a second of CPU for each worker, before its first step."""
-    with ce.ClusterEnv(Imports, 1, backend=ce.Local(workers=1)) as envs:
-        envs.collector(ce.TorchPolicy(nn.Linear(OBS, 2), dist="categorical")).rollout(2)
+    with ce.ClusterEnv(ReportsImports, 1, backend=ce.Local(workers=1)) as envs:
+        envs.collector(ce.TorchPolicy(nn.Linear(OBS, 2), dist="categorical", runtime="torch")).rollout(2)
         assert envs.call("imported", "torch") == (True,) and envs.call("imported", "sympy") == (False,)
 
 
@@ -528,10 +513,10 @@ def test_a_module_that_fails_on_the_worker_says_so_with_its_traceback():
                 raise RuntimeError("no such device here")
             return self.net(obs)
 
-    refused(ce.TorchPolicy(OnlyAtHome(), dist="categorical"), "no such device here", workers=2)
+    refused(ce.TorchPolicy(OnlyAtHome(), dist="categorical", runtime="torch"), "no such device here", workers=2)
 
 
-def test_num_steps_and_vectors_are_checked():
+def test_arguments_of_collectors_are_checked():
     with ce.ClusterEnv("CartPole-v1", 2, backend=ce.Local(workers=1)) as envs:
         with pytest.raises(ce.PolicyError, match="no greedy action"):
             envs.collector(ce.RandomPolicy()).evaluate(episodes=2)
@@ -540,9 +525,3 @@ def test_num_steps_and_vectors_are_checked():
             envs.collector(ce.RandomPolicy()).rollout(0)
         with pytest.raises(ce.SpecError, match="on_loss='drop'"):
             envs.collector(ce.RandomPolicy(), on_loss="drop")
-    vector = ce.Vector(lambda n, seeds: gym.make_vec("CartPole-v1", n))
-    with (
-        ce.ClusterEnv(vector, 4, backend=ce.Local(workers=1)) as envs,
-        pytest.raises(ce.UsageError, match="Vector"),
-    ):
-        envs.collector(ce.RandomPolicy()).rollout(2)

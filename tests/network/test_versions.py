@@ -49,6 +49,10 @@ TORCH = {
     "torch": ("installed['torch'] = '1.13.1'", f"torch 1.13.1 there, {HERE.torch} here"),
     "no torch": ("del installed['torch']", "torch is not installed there"),
 }
+ONNX = {
+    "onnxruntime": ("installed['onnxruntime'] = '1.2.0'", f"onnxruntime 1.2.0 there, {HERE.onnxruntime} here"),
+    "no onnxruntime": ("del installed['onnxruntime']", "onnxruntime is not installed there"),
+}
 SAME = {
     "numpy": ("installed['numpy'] = installed['numpy'].split('.')[0] + '.99.0'", "is here already"),
     "torch": TORCH["torch"][:1] + ("is here already",),
@@ -76,12 +80,16 @@ def test_each_version_that_matters_is_compared():
                 done = run_agent(backend, change)
                 assert done.returncode == NEVER and said in done.stderr, (name, done.stderr)
                 assert ("versions differ" in done.stderr) == is_refused, (name, done.stderr)
-        envs.collector(ce.TorchPolicy(torch.nn.Linear(4, 2), dist="categorical"), seed=1).rollout(2)
-        for name, (change, said) in TORCH.items():
-            done = run_agent(backend, change)
-            assert done.returncode == NEVER and f"versions differ: {said}" in done.stderr, (name, done.stderr)
+        for runtime, cases in (("onnx", ONNX), ("torch", TORCH)):
+            policy = ce.TorchPolicy(torch.nn.Linear(4, 2), dist="categorical", runtime=runtime)
+            envs.collector(policy, seed=1).rollout(2)
+            for name, (change, said) in cases.items():
+                done = run_agent(backend, change)
+                assert done.returncode == NEVER and f"versions differ: {said}" in done.stderr, (name, done.stderr)
+            if runtime == "onnx":
+                assert "is here already" in run_agent(backend, TORCH["no torch"][0]).stderr, "torch is not needed"
         reasons = [event.reason for event in envs.events() if event.kind == "node_refused"]
-        for _, said in (*DIFFERENT.values(), *TORCH.values()):
+        for _, said in (*DIFFERENT.values(), *ONNX.values(), *TORCH.values()):
             assert any(said in reason for reason in reasons), said
         assert "transition_valid" not in envs.step(np.zeros(1, np.int64))[4]
 
@@ -103,3 +111,14 @@ def test_no_user_code_runs_on_a_node_that_is_refused(tmp_path):
     assert not (tmp_path / "ran").exists()
     with ce.ClusterEnv([lambda: Marks(gym.make("CartPole-v1"))], backend=Loopback(nodes=1)):
         assert (tmp_path / "ran").exists()
+
+
+def test_a_node_without_onnxruntime_gets_the_module_itself():
+    backend = Loopback(nodes=1, change=lambda agents, node: agent(agents.command(node), ONNX["no onnxruntime"][0]))
+    with ce.ClusterEnv("CartPole-v1", 1, backend=backend) as envs:
+        with pytest.raises(ce.PolicyError, match="onnxruntime is not installed there"):
+            envs.collector(ce.TorchPolicy(torch.nn.Linear(4, 2), dist="categorical", runtime="onnx"))
+        collector = envs.collector(ce.TorchPolicy(torch.nn.Linear(4, 2), dist="categorical"))
+        stats = collector.stats()["policy"]
+        assert stats["runtime"] == "torch" and "onnxruntime is not installed there" in stats["reason"]
+        assert collector.rollout(2).valid.all()

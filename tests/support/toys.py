@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -186,3 +187,21 @@ class DiesOnce(gym.Wrapper):
             self.marker.touch()
             os._exit(1)
         return super().step(action)
+
+
+class ReportsImports(gym.Env):
+    """Tells which modules its process has imported, and how many threads it has."""
+
+    observation_space, action_space = spaces.Box(-1, 1, (5,), np.float32), spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(5, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(5, np.float32), 0.0, False, False, {}
+
+    def imported(self, name):
+        return name in sys.modules
+
+    def native_threads(self):
+        return len(os.listdir("/proc/self/task"))

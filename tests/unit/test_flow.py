@@ -10,6 +10,7 @@ import clusterenv as ce
 from clusterenv.cluster.flow import MESSAGE_BYTES, Flow
 from clusterenv.cluster.inbox import Inbox, size_of
 from clusterenv.cluster.output_queue import OutputQueue
+from clusterenv.cluster.peers import Peer
 from clusterenv.node.output import OutputLimit
 from clusterenv.wire.frames import CONTROL_LIMIT
 from clusterenv.wire.messages import Answer, Output
@@ -115,3 +116,11 @@ def test_a_report_without_lines_counts_none():
     for _ in range(3):
         queue.put(Output(0, 0, "", 5))
     assert sum(message.dropped for message in queue.messages) == 15
+
+
+def test_segments_of_an_unfinished_message_are_a_sign_of_life():
+    peer = Peer(b"", (0, 0))
+    segments_per_s = {5: True, 1: False}  # 7 kB/s; libzmq's pings, which come from an agent that hangs, too
+    for rate, is_alive in segments_per_s.items():
+        heard = [peer.is_sending(1000 * rate + int(rate * now), now) for now in range(100 * rate, 100 * rate + 30)]
+        assert any(heard[5:]) == is_alive, rate

@@ -52,7 +52,7 @@ SESSION = 5
 ANSWERS = good()
 EVIL = [pickle.dumps(print), pickle.dumps(np.zeros(2), 2), b"cos\nsystem\n(S'true'\ntR."]
 SAID: list[tuple[Any, list[bytes]]] = [
-    (messages.Hello(10, "0.1.0", "3.11", "1.2.0", "abc", "host", 7, 2, True, {"numpy": "2.0"}), []),
+    (messages.Hello(10, "0.1.0", "3.11", "1.2.0", "abc", "host", 7, 2, True, {"numpy": "2.0"}, ("zstd",)), []),
     (messages.Failed(0, "no module"), []),
     (messages.Lacks(0, ("mine", "other")), []),
     (messages.SteppedAll(1, NUMBER, (1,)), [rows(), plain().pack(FINE)]),
@@ -62,6 +62,7 @@ SAID: list[tuple[Any, list[bytes]]] = [
     (messages.Beat(((0, 77, 1, 2, 3),)), []),
     (messages.Pull(3, 1 << 20, 1 << 19), []),
     (messages.Bye("preempted"), []),
+    (messages.Answer(0, 1, NUMBER, True, tuple(SLOTS), (8,)), [b"body", b"packed"]),
     (messages.Answer(0, 1, NUMBER, True, tuple(SLOTS)), [random.Random(0).randbytes(2 * CHUNK + 5)]),
     *((messages.Answer(0, 1, NUMBER, last, tuple(slots)), frames) for _, _, slots, last, frames in ANSWERS.values()),
 ]

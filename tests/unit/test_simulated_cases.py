@@ -15,7 +15,7 @@ from clusterenv.errors import UsageError
 from clusterenv.system import interrupts
 from clusterenv.vector.phases import Phase
 from simulation.ledger import logits
-from simulation.schedule import opened
+from simulation.schedule import opened, step_interrupted
 
 
 def once(fault: str, at: tuple[int, str], world: Any) -> Callable[[str], bool]:
@@ -43,17 +43,7 @@ def test_a_step_that_ctrl_c_ends_while_its_last_answer_is_awaited_needs_a_reset(
     with opened(1, 1) as (_, envs):
         envs.reset()
         envs.step(np.zeros(1, np.int64))
-        executor = envs._driver.executor
-        run = executor.run
-
-        def run_and_press(index: int) -> None:
-            run(index)
-            interrupts.STATE.pending = True
-
-        executor.run = run_and_press
-        with pytest.raises(KeyboardInterrupt):
-            envs.step(np.zeros(1, np.int64))
-        executor.run = run
+        step_interrupted(envs)
         assert envs._guard.phase is Phase.INTERRUPTED
         with pytest.raises(UsageError, match="interrupted"):
             envs.step(np.zeros(1, np.int64))
@@ -355,7 +345,7 @@ def test_an_attribute_reaches_a_vector_environment_that_is_being_made() -> None:
             driver._slots.bring_back(slot)
         driver._engine.failures.rebuild_due(world.clock.now_s)
         envs.set_attr("mark", 7)
-        assert [env.mark for env in driver.executor.by_index[0].dispatcher.group._venv.envs] == [7, 7]
+        assert [env.mark for env in driver.executor.by_index[0].dispatcher.group.venv.envs] == [7, 7]
 
 
 def test_a_last_observation_of_a_vector_environment_that_is_not_finite_is_a_failure() -> None:

@@ -197,8 +197,13 @@ def test_a_scheduler_that_gives_no_answer_is_told_once_and_again_when_it_does(su
     scheduler.failure = None
     wait_for(lambda: len(events()) == 3)
     assert [event.kind for event in events()] == ["scheduler_lost", "scheduler_lost", "scheduler_back"]
-    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert "port 1234" in told[0] and "says: Unauthorized" in told[1] and "answers again" in told[2], told
+
+    def told() -> list[str]:
+        return [record.message for record in caplog.records if record.levelname == "WARNING"]
+
+    wait_for(lambda: len(told()) == 3)  # an event is there before its line in the log
+    texts = ("port 1234", "says: Unauthorized", "answers again")
+    assert all(text in line for text, line in zip(texts, told(), strict=True)), told()
 
 
 def test_a_client_that_raises_anything_does_not_end_the_thread(supervisor, scheduler, events):

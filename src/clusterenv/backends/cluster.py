@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 from gymnasium.vector import AutoresetMode
 
@@ -43,6 +44,8 @@ _QUIET_S = 2.0  # how long to wait for nodes before logging progress
 _CLEAN_UP_S = 8.0  # time limit for ending the jobs of a run that failed to start
 
 _TRIES = 3  # the start fails if a node ends this often before any node has joined: the others would end too
+
+_COMPRESS: dict[Any, Literal["auto", "always", "never"]] = {"auto": "auto", True: "always", False: "never"}
 
 _OTHERS_S = 5.0  # how long to wait for further nodes once `min_nodes` have joined
 
@@ -89,7 +92,8 @@ def start(
     clean_up = Teardown(lambda: stop(time.monotonic() + _CLEAN_UP_S), _CLEAN_UP_S + 2.0)
     try:
         termination.watch(folder)
-        admission = Admission(run.node_keys, 1 if remote.oversubscribe else each, remote.allow_pickle)
+        compress = _COMPRESS[remote.compress]
+        admission = Admission(run.node_keys, 1 if remote.oversubscribe else each, remote.allow_pickle, compress)
         head = Head(run.keys, host, run.ports, admission, timing, events, supervisor, invited=nodes)
         address = dialled(head.address, parse_advertise(remote.advertise))
         _write_down(run, address, head, remote.nodes, journal)

@@ -52,15 +52,13 @@ from clusterenv.wire.messages import (
     Pull,
     Refused,
     SteppedAll,
-    Welcome,
     Withdrawn,
 )
 
 _MOST = 64  # messages to read before anything else is checked, for example the caller's deadline
 _TICK_S = 0.02  # interval between the roster's ticks
 
-_LATE_BYTES = 1 << 14
-"""Least size to count for an answer that matches no open request: few are normal, after a shard has moved."""
+_LATE_BYTES = 1 << 14  # least size to count for an answer without an open request: few are normal, after a move
 
 
 class Head:
@@ -113,8 +111,7 @@ class Head:
         self._read_all_at = 0.0  # when nothing was left to read
         self._unchecked = 0  # messages read since nodes were checked for silence
         self._next_tick = self._next_beat = 0.0
-        self._listening_since = time.monotonic()
-        self._listened_at = time.monotonic()
+        self._listening_since = self._listened_at = time.monotonic()
         self._mine = Listener(self._advance)
         self._poller = zmq.Poller()
         self._socket.poll_on(self._poller)
@@ -165,8 +162,7 @@ class Head:
         """Count an answer that matches no open request: late, or a flood."""
         with self._mine:
             self.dropped += 1
-            node = self.roster.holder(shard)
-            peer = None if node is None else self._active.get(node)
+            peer = self._peer_of(shard)
             if peer is not None:
                 self._spend(peer, min(max(size, _LATE_BYTES), CONTROL_LIMIT), time.monotonic())
 
@@ -179,9 +175,7 @@ class Head:
     def pump(self, timeout_s: float) -> None:
         """Wait for messages, at most this long, and handle them."""
         with self._mine:
-            if self.inbox or self.shard_events or self.pulls:
-                timeout_s = 0.0
-            self._advance(timeout_s)
+            self._advance(0.0 if self.inbox or self.shard_events or self.pulls else timeout_s)
 
     # -- both threads, one at a time --------------------------------------------------------------------------
 
@@ -189,7 +183,7 @@ class Head:
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._mine.wake in ready:
             self._mine.was_woken()
-        # Silence is counted up to here: what comes while this thread is held up below is read before the next tick.
+        # Silence counts up to here: what comes while this thread is held up below is read before the next tick.
         began = now = time.monotonic()
         if now - self._listened_at > max(1.0, timeout_s + 0.5):  # the head itself was held up
             self._listening_since = now
@@ -214,8 +208,10 @@ class Head:
             self._do(self.roster.tick(began, self._listening_since))
         if now >= self._next_beat:
             self._next_beat = now + self.timing.beat_s
-            for node in self._active:
+            for node, peer in self._active.items():
                 self._send(node, HeadBeat())
+                if peer.is_sending(self._socket.segments(peer.link), now):
+                    self.roster.heard(node, self.roster.session(node), now)
 
     def _hear(self, arrived: Arrived, now: float) -> None:
         node = self._admission.node_of.get(arrived.key)
@@ -313,8 +309,7 @@ class Head:
     def shard_broke(self, shard: int, error: Exception) -> None:
         """Drop the node that has this shard: one of its messages broke the protocol."""
         with self._mine:
-            node = self.roster.holder(shard)
-            peer = None if node is None else self._active.get(node)
+            peer = self._peer_of(shard)
             if peer is not None:
                 self._broke(peer, error, time.monotonic())
 
@@ -325,13 +320,17 @@ class Head:
             self._do(self.roster.unfit(node, reason, time.monotonic()))
             return self.roster.num_usable >= self.needed_nodes
 
+    def _peer_of(self, shard: int) -> Peer | None:
+        node = self.roster.holder(shard)
+        return None if node is None else self._active.get(node)
+
     def _do(self, instructions: Sequence[Instruction]) -> None:
         if instructions:
             self.leaving = self.roster.leaving
         for item in instructions:
             if isinstance(item, Admit):
                 self.inbox.joined(item.node)
-                self._send(item.node, Welcome(item.session, self.timing.beat_s, self.timing.lease_s))
+                self._send(item.node, self._admission.welcome(item.node, item.session, self.timing))
             elif isinstance(item, ShardUnassigned):
                 if item.is_there:
                     self.inbox.left(item.node, item.shard)

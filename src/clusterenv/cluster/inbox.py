@@ -63,6 +63,6 @@ def size_of(message: Any, frames: Sequence[Any]) -> int:
     """Return approximately how many bytes of memory a message takes."""
     size = MESSAGE_BYTES + sum(map(len, frames))
     if not isinstance(message, SteppedAll):
-        for name in ("text", "reason", "tail", "slots", "progress"):
+        for name in ("text", "reason", "tail", "slots", "packed", "progress"):
             size += len(getattr(message, name, ()))
     return size

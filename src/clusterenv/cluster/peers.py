@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium
 
 from clusterenv import __version__
+from clusterenv.cluster.contract import Timing
 from clusterenv.cluster.flow import Flow
 from clusterenv.code import versions
+from clusterenv.memory.compression import installed_codecs
 from clusterenv.transport.sockets import Link
 from clusterenv.wire.frames import Reader, head_reader
-from clusterenv.wire.messages import PROTOCOL, FromNode, Hello
+from clusterenv.wire.messages import PROTOCOL, FromNode, Hello, Welcome
 
 _LONGEST_REASON = 2000  # the most characters of a node's text that are shown
+
+_SENDING, _WITHIN_S = 8, 2.0
+"""As many TCP segments within this time show that a message is on its way. libzmq's own pings are fewer: those come
+from agents that hang, too."""
 
 
 class Peer:
@@ -28,6 +34,18 @@ class Peer:
         self.node = -1
         self.was_told = False  # that its session is over
         self.flow = Flow()  # of messages that answer no request
+        self._segments, self._counted_at = 0, 0.0
+
+    def is_sending(self, segments: int, now: float) -> bool:
+        """Return whether a message is on its way, from the number of TCP segments received so far.
+
+        On a slow link that loses packets, a single piece of a message can take longer than the silence that is taken
+        for death.
+        """
+        is_sending = segments - self._segments >= _SENDING
+        if is_sending or now - self._counted_at >= _WITHIN_S:
+            self._segments, self._counted_at = segments, now
+        return is_sending
 
 
 class Admission:
@@ -35,12 +53,20 @@ class Admission:
 
     Args:
         node_keys: public keys of the nodes, in the order of their numbers.
+        compress: whether nodes pack the observations of fragments.
     """
 
-    def __init__(self, node_keys: Sequence[str], cores: int, sends_pickle: bool) -> None:
+    def __init__(
+        self,
+        node_keys: Sequence[str],
+        cores: int,
+        sends_pickle: bool,
+        compress: Literal["auto", "always", "never"] = "auto",
+    ) -> None:
         self.node_of = {key: number for number, key in enumerate(node_keys)}
         self._cores = cores
         self._sends_pickle = sends_pickle
+        self._compress: Literal["auto", "always", "never"] = compress
         self._packages = set(versions.FOR_PICKLES if sends_pickle else ())
         self._hellos: dict[int, Hello] = {}  # of the nodes that have joined
 
@@ -51,13 +77,18 @@ class Admission:
     def admitted(self, node: int, hello: Hello) -> None:
         self._hellos[node] = hello
 
+    def welcome(self, node: int, session: int, timing: Timing) -> Welcome:
+        """Return the message that begins a session of this node: it uses the compressors that both sides have."""
+        codecs = tuple(name for name in installed_codecs() if name in self._hellos[node].codecs)
+        return Welcome(session, timing.beat_s, timing.lease_s, self._compress, codecs)
+
     def need(self, names: Sequence[str], nodes: Sequence[int]) -> str | None:
         """Require these packages from now on; returns which of these nodes does not have them, and why."""
-        self._packages.update(names)
         for node in nodes:
             wrong = _mismatch(self._hellos[node], self._cores, self._sends_pickle, names)
             if wrong is not None:
                 return f"node {node} ({self._hellos[node].host}): {wrong}"
+        self._packages.update(names)
         return None
 
 

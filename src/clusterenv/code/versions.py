@@ -13,9 +13,9 @@ import numpy  # noqa: F401
 FOR_PICKLES = ("cloudpickle", "numpy")
 """Packages whose versions must match wherever code is pickled."""
 
-_PARTS = {"cloudpickle": 2, "numpy": 1, "torch": 2}
+_PARTS = {"cloudpickle": 2, "numpy": 1, "onnxruntime": 2, "torch": 2}
 """How many parts of a version number must be equal. numpy reads arrays pickled by the same major version;
-cloudpickle and torch do not promise compatibility between minor versions."""
+cloudpickle and torch do not promise compatibility between minor versions, and ONNX Runtime may round differently."""
 
 _UNKNOWN = "of an unknown version"
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clusterenv.engine.checking import is_int, is_policy_error, is_text, need
-from clusterenv.engine.fragment_answers import check_fragment, check_missing
+from clusterenv.engine.fragment_answers import check_fragment, check_missing, unpack_arrays, unpack_finals
 from clusterenv.engine.requests import Kind, Request
 from clusterenv.errors import ProtocolError
 from clusterenv.memory.fragments import ArenaLayout
@@ -37,7 +37,7 @@ from clusterenv.wire.requests import (
     Step,
 )
 
-__all__ = ["Known", "check", "check_step", "limit_bytes", "record"]
+__all__ = ["Known", "check", "check_step", "limit_bytes", "record", "unpack"]
 
 _PHASES = frozenset((*PHASES, "evaluate"))
 
@@ -85,6 +85,19 @@ def check(request: Request, known: Known, slots: Sequence[int], last: bool, fram
         raise
     except Exception as error:  # whatever malformed data raises here is the node's fault
         raise ProtocolError(f"an answer that cannot be checked: {type(error).__name__}: {error}") from None
+
+
+def unpack(request: Request, known: Known, packed: Sequence[int], frames: Sequence[Any]) -> list[Any]:
+    """Return the frames of an answer, of which these arrays are packed, with all of them unpacked."""
+    try:
+        need(request.kind is Kind.FRAGMENT and known.fragments is not None, "packed arrays, where none were requested")
+        assert known.fragments is not None
+        arrays = unpack_arrays(request.message.num_steps, len(known.slots), known.fragments, packed, frames[1:])
+        return [*frames[:1], *arrays]
+    except ProtocolError:
+        raise
+    except Exception as error:  # as above
+        raise ProtocolError(f"an answer that cannot be unpacked: {type(error).__name__}: {error}") from None
 
 
 def check_step(request: Request, known: Known, body: Any) -> Any:
@@ -137,7 +150,7 @@ def _check_reply(request: Request, known: Known, slots: Sequence[int], last: boo
     if request.brings is Brings.ROWS:
         _check_row_reply(request, known, reply)
     elif request.kind is Kind.FRAGMENT:
-        _check_fragment_reply(request, known, reply, frames[1:])
+        return _check_fragment_reply(request, known, reply, frames[1:])
     else:
         need(not reply.slots and reply.infos is None and reply.objects is None, "rows that were not requested")
         _check_result(request, known, reply)
@@ -236,7 +249,8 @@ def _check_acted(acted: Any, slots: list[int], layout: Layout | None) -> None:
 # -- everything else --------------------------------------------------------------------------------------------
 
 
-def _check_fragment_reply(request: Request, known: Known, reply: Reply, arrays: Sequence[Any]) -> None:
+def _check_fragment_reply(request: Request, known: Known, reply: Reply, arrays: Sequence[Any]) -> Reply:
+    """Return the reply with its final observations unpacked."""
     result = reply.result
     need(isinstance(result, FragmentResult), "no fragment result")
     need(reply.last and reply.objects is None, "a fragment in parts")
@@ -248,10 +262,12 @@ def _check_fragment_reply(request: Request, known: Known, reply: Reply, arrays: 
     if not reply.slots:  # there was no policy
         need(not reply.faults and reply.infos is None, "rows although the policy failed")
         _check_policy_error(result)
-        return
+        return reply._replace(result=result._replace(forms=[], saved_bytes=0))
     need(reply.slots == known.slots, "a fragment of other slots")
     check_missing(reply.infos)
+    result = unpack_finals(result, len(known.slots), known.fragments, arrays)
     check_fragment(result, request, len(known.slots), known.fragments, arrays)
+    return reply._replace(result=result)
 
 
 def _check_policy_error(result: FragmentResult) -> None:

@@ -99,6 +99,8 @@ class Failures:
                     worker.start_at_s = self._book.failed(subject, reason, now_s)
                 except CrashLoopError as crash_loop:
                     state.errors.append(crash_loop)
+        if Kind.FRAGMENT in asked:
+            state.rows.restore_last_obs(worker.slots)
         for its in worker.slots:
             if error is None or its != at_fault:
                 self._lose(its, Loss(reason, True), Kind.FRAGMENT in asked, now_s, worker.start_at_s)

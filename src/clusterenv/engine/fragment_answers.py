@@ -7,6 +7,7 @@ into the fragment, arrays have the shapes of its spaces, and flags, final observ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ import numpy as np
 from clusterenv.engine.checking import is_int, is_policy_error, need
 from clusterenv.engine.requests import Request
 from clusterenv.errors import ProtocolError
+from clusterenv.memory import compression
 from clusterenv.memory.fragments import ArenaLayout, FragmentArrays, specs_of
 from clusterenv.memory.rows import Leaf
 from clusterenv.memory.transfer import view_fragment
 from clusterenv.wire.requests import DriftSamples, Finals, FragmentResult, MissingKeys
 
-__all__ = ["check_fragment", "check_missing"]
+__all__ = ["check_fragment", "check_missing", "unpack_arrays", "unpack_finals"]
 
 _MOST_KEYS = 1000
 _LONGEST_KEY = 1000
@@ -59,6 +61,46 @@ def check_fragment(
         _check_rows(result, received)
 
 
+def unpack_arrays(
+    num_steps: int, columns: int, layout: ArenaLayout, packed: Sequence[int], frames: Sequence[Any]
+) -> list[Any]:
+    """Return the bytes of all arrays of a fragment of at most `num_steps` steps: `packed` are observations.
+
+    Each takes at most as many bytes as in a complete fragment, whatever it claims.
+    """
+    specs = specs_of(layout)
+    need(len(frames) == len(specs), f"{len(frames)} arrays instead of {len(specs)}")
+    need(all(a < b for a, b in pairwise(packed)), "packed arrays that do not ascend")
+    need(all(0 <= i < len(specs) and specs[i].field == "obs" for i in packed), "packed arrays that are no observations")
+    arrays = list(frames)
+    for i in packed:
+        arrays[i] = compression.unpack(specs[i], columns, num_steps + specs[i].extra_rows, frames[i])
+    return arrays
+
+
+def unpack_finals(result: FragmentResult, columns: int, layout: ArenaLayout, frames: Sequence[Any]) -> FragmentResult:
+    """Return the result with its packed final observations unpacked, and the number of bytes that packing them saved.
+
+    They take at most as many bytes as the observations of the fragment, of which each is the last one's successor.
+    """
+    finals, num_steps = result.finals, result.num_steps
+    need(isinstance(finals, Finals) and isinstance(finals.leaves, list), "final observations of the wrong shape")
+    packed = {i: leaf for i, leaf in enumerate(finals.leaves) if isinstance(leaf, bytes)}
+    if not packed:
+        return result._replace(saved_bytes=0)
+    count = _check_places(finals.t, finals.columns, num_steps, columns)
+    fits = len(finals.leaves) == len(layout.obs) and count <= num_steps * columns
+    need(fits, "final observations of the wrong shape")
+    specs, leaves = specs_of(layout), list(finals.leaves)
+    received = view_fragment(specs, columns, num_steps, frames)
+    saved = 0
+    for i, data in packed.items():
+        before = received.obs[i][finals.t, finals.columns]
+        leaves[i] = compression.unpack_finals(specs[len(specs) - len(leaves) + i], before, data)
+        saved += leaves[i].nbytes - len(data)
+    return result._replace(finals=finals._replace(leaves=leaves), saved_bytes=saved)
+
+
 def check_missing(missing: Any) -> None:
     """Check the missing keys that the answer to a fragment may have in place of infos."""
     if missing is not None:
@@ -81,6 +123,9 @@ def _check_numbers(result: FragmentResult, columns: int) -> None:
         isinstance(result.not_sent, str) and len(result.not_sent) < _LONGEST_KEY,
         "a malformed reason for infos that were not sent",
     )
+    forms = result.forms
+    fits = isinstance(forms, list) and len(forms) <= _MOST_KEYS and all(map(_is_key, forms))
+    need(fits, "malformed forms of its observations")
     pace_s = result.pace_s
     if pace_s is not None:
         need(

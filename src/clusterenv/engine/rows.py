@@ -51,6 +51,9 @@ class Delivery:
         self._objects: list[list[Any]] = [[] for _ in range(num_envs)]  # last delivered
         self._next_objects: dict[int, list[Any]] = {}  # of rows not delivered yet
         self._lost_rows: dict[int, Loss] = {}  # reported by the next delivery
+        self._before_adopted: dict[int, list[Any]] = {}  # last delivered observations, while a fragment runs
+        self.deliveries = 0
+        """Number of times that rows were delivered or collected: what was known of episodes before may have changed."""
         self._side: int | None = 0  # the side that was delivered last, if it is the same for all
         # State of each slot's episode.
         self.started = np.zeros(num_envs, dtype=np.bool_)
@@ -122,6 +125,8 @@ class Delivery:
         self.awaited[slot] = self.started[slot] = self.ready[slot] = self.is_loss[slot] = False
         self._lost_rows.pop(slot, None)
         self.resetting.pop(slot, None)
+        others = {other: other for other in range(self.num_envs) if other != slot}
+        self._columns = [info_columns.select(columns, others) for columns in self._columns]
 
     def add_rows(self, reply: Reply) -> None:
         """Add what a reply carries besides the rows in shared memory: objects and infos."""
@@ -151,16 +156,25 @@ class Delivery:
 
     def adopt(self, slot: int) -> None:
         """Start the next fragment from the first row of a new incarnation."""
+        self._before_adopted.setdefault(slot, [values[0] for values in self.last_obs([slot])])
         self.buffers.side[slot] ^= 1
         self._find_side()
         self._keep_objects([slot])
         self.ended[slot] = False
+
+    def restore_last_obs(self, slots: list[int]) -> None:
+        """Make the last delivered observations of these slots the last ones again: their fragment never arrived."""
+        for slot in slots:
+            for shared, values in zip(self.buffers.obs, self._before_adopted.pop(slot, ()), strict=False):
+                shared[self.buffers.side[slot], slot] = values
 
     def keep_last_obs(self, slots: list[int], last: list[Any]) -> None:
         """Let `step` continue from the last observation of a fragment; `last`: [N, ...] per leaf."""
         rows, side = slice(slots[0], slots[-1] + 1), self.buffers.side
         for shared, collected in zip(self.buffers.obs, last, strict=True):
             shared[side[rows], np.arange(rows.start, rows.stop)] = collected[rows]
+        for slot in slots:
+            self._before_adopted.pop(slot, None)
 
     def last_obs(self, slots: list[int]) -> list[Any]:
         """Return the last observations of these slots, [N, ...] per leaf."""
@@ -168,6 +182,7 @@ class Delivery:
 
     def collected(self, slots: list[int], stepped: Any) -> None:
         """Record that a fragment of these slots arrived: they are within an episode. `stepped`: [N], its first row."""
+        self.deliveries += 1
         self.started[slots] = True
         self.ended[slots] = False
         self.proven[slots] |= stepped[slots]
@@ -185,6 +200,7 @@ class Delivery:
 
     def all_rows(self, copy: bool) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Deliver a whole step in which nothing unusual happened, for the hot loop."""
+        self.deliveries += 1
         buffers = self.buffers
         if self._side is None:
             buffers.side ^= 1
@@ -211,6 +227,7 @@ class Delivery:
 
     def rows(self, copy: bool) -> Rows:
         """Deliver every row that is ready, ascending by slot."""
+        self.deliveries += 1
         ready, buffers = self.ready, self.buffers
         everyone = self.ready_count == self.num_envs
         slots = self._everyone if everyone else np.flatnonzero(ready)

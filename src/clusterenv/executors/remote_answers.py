@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 from typing import Any
 
-from clusterenv.engine.answers import Known, check, check_step, limit_bytes, record
+from clusterenv.engine.answers import Known, check, check_step, limit_bytes, record, unpack
 from clusterenv.engine.requests import Request, Requests
 from clusterenv.errors import ProtocolError
 from clusterenv.memory.fragments import Arena, ArenaLayout
@@ -147,8 +147,14 @@ class RemoteAnswers:
             return None
         if request.brings is Brings.FRAGMENT and request is not self._next_fragment(worker):
             raise ProtocolError("a fragment that comes before an earlier one of the same worker")
+        sent_bytes = sum(map(len, frames))
+        if answer.packed:
+            frames = unpack(request, self._known[worker], answer.packed, frames)
         reply = check(request, self._known[worker], answer.slots, answer.last, frames)
         if request.brings is Brings.FRAGMENT:
+            result = reply.result
+            saved_bytes = result.saved_bytes + sum(map(len, frames)) - sent_bytes
+            reply = reply._replace(result=result._replace(saved_bytes=saved_bytes))
             slots, arena = self._slots_of[worker], self._arena
             assert arena is not None
             columns, done = slice(slots[0], slots[-1] + 1), reply.result.num_steps
@@ -156,7 +162,7 @@ class RemoteAnswers:
         elif request.brings is Brings.ROWS:
             assert self.buffers is not None
             write_rows(self.buffers, answer.slots, frames[1])
-        reply = record(request, answer.slots, reply, sum(map(len, frames)))
+        reply = record(request, answer.slots, reply, sent_bytes)
         if answer.last:
             self._expect_no_more(request)
         return [] if reply is None else [(worker, reply)]

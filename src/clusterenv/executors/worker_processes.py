@@ -1,7 +1,6 @@
 """Worker processes of this machine: requests in as bytes, messages out. Used by the local executor and by nodes.
 
-Each worker has its own socket pair, the fork server a control pair. Only `poll` and `close` block, and both have a
-deadline.
+Each worker has a socket pair, the fork server a control pair. Only `poll` and `close` block, and both have a deadline.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from clusterenv.errors import ClusterEnvError, SpecError
 from clusterenv.events import emit
 from clusterenv.executors.contract import Printed
 from clusterenv.memory.fragments import ArenaLayout
-from clusterenv.memory.progress import BELL, PROGRESS_BYTES, STOP, TICK
+from clusterenv.memory.progress import BELL, PROGRESS_BYTES, TICK
 from clusterenv.memory.rows import Layout
+from clusterenv.policy.onnx.actor import preload
 from clusterenv.spec import Blueprint
 from clusterenv.system.exits import how_it_ended
 from clusterenv.system.open_files import allow_open_files
@@ -39,7 +39,6 @@ from clusterenv.worker.setup import ForkServerSetup, WorkerConfig
 __all__ = ["WorkerProcesses", "write_weights"]
 
 _PROGRESS_WORDS = PROGRESS_BYTES // 4
-
 _RECEIVE_TIMEOUT = struct.pack("@ll", 0, 250_000)
 """A timeval: how long a whole step waits for one worker before all of them are polled."""
 
@@ -135,6 +134,8 @@ class WorkerProcesses:
             self._tell(("setup",), [setup_fd])
         finally:
             os.close(setup_fd)
+        if self._setup.imports_onnx:  # here too, for the export: this process would only wait for the fork server
+            preload()
 
     def _tell(self, message: tuple[Any, ...], fds: list[int]) -> None:
         assert self._control is not None
@@ -335,10 +336,10 @@ class WorkerProcesses:
         """Request the worker's stack; answered by a `Stack`."""
         self._tell(("stack", index), [])
 
-    def stop_early(self) -> None:
-        """End running fragments after their current step."""
+    def signal(self, word: int, value: int) -> None:
+        """Set a word of `memory.progress` for all workers: STOP or LINK."""
         for index in self._links:
-            self._progress[index * _PROGRESS_WORDS + STOP] = 1
+            self._progress[index * _PROGRESS_WORDS + word] = value
 
     def close(self, timeout_s: float) -> None:
         """End all processes within about `timeout_s` + 4 s, whatever their state. Idempotent."""

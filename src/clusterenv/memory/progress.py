@@ -6,15 +6,16 @@ hangs; the others are named below.
 
 from __future__ import annotations
 
-__all__ = ["BELL", "CALL", "INIT", "PHASES", "POLICY", "PROGRESS_BYTES", "RESET", "STEP", "STOP", "TICK"]
+__all__ = ["BELL", "CALL", "INIT", "LINK", "PHASES", "POLICY", "PROGRESS_BYTES", "RESET", "STEP", "STOP", "TICK"]
 
 PROGRESS_BYTES = 64
 """Progress words of one worker: a cache line each, so that workers do not share one."""
 
-BELL, TICK, STOP = 2, 3, 4
+BELL, TICK, STOP, LINK = 2, 3, 4, 5
 """Indices of further words. BELL: changed by the head after it sent something; reading it takes no system call. TICK:
 counts the steps of a fragment; without it, a worker with one environment would seem to hang. STOP: asks a fragment to
-end early, because the machine is about to go away."""
+end early, because the machine is about to go away. LINK: the worker's share of the link to the head, in kB/s; 0: not
+measured yet."""
 
 INIT, RESET, STEP, CALL, POLICY = range(5)
 """Values of the word for the phase."""

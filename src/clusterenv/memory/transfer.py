@@ -6,7 +6,7 @@ Both sides know the layout, so only the values are sent; a length that does not 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ __all__ = [
     "write_inputs",
     "write_rows",
 ]
+
+_NONE: Mapping[int, Any] = {}
 
 
 def read_inputs(buffers: Buffers, slots: Sequence[int], actions: bool) -> bytes:
@@ -131,9 +133,10 @@ def _spread(views: list[memoryview], data: Any) -> None:
         at += len(view)
 
 
-def read_fragment(side: Side, columns: slice, num_steps: int) -> list[memoryview]:
-    """Return the bytes of one worker's columns, one buffer per array."""
-    return [_contiguous(array) for array in side.part(num_steps, columns)]
+def read_fragment(side: Side, columns: slice, num_steps: int, packed: Mapping[int, Any] = _NONE) -> list[Any]:
+    """Return the bytes of one worker's columns, one buffer per array; those that it has packed are not read."""
+    parts = enumerate(side.part(num_steps, columns))
+    return [packed[i] if i in packed else _contiguous(array) for i, array in parts]
 
 
 def view_fragment(specs: Sequence[ArraySpec], columns: int, num_steps: int, parts: Sequence[Any]) -> FragmentArrays:

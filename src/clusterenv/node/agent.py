@@ -27,6 +27,7 @@ from clusterenv.code import versions
 from clusterenv.code.packages import compare
 from clusterenv.errors import ProtocolError, StartError
 from clusterenv.events import emit
+from clusterenv.memory.compression import installed_codecs
 from clusterenv.node.dialling import Unreachable, resolve
 from clusterenv.node.output import OutputLimit
 from clusterenv.node.shard import Shard
@@ -83,6 +84,7 @@ class Agent:
         self._dead_after_s = dead_after_s
         self._grace_s = grace_s
         self._beat_s, self._session = 1.0, 0
+        self._welcome: messages.Welcome | None = None
         self._instance = secrets.token_hex(8)
         self._versions = versions.installed()
         self._weights = WeightStore(self._say)
@@ -190,6 +192,7 @@ class Agent:
             usable_cores(),
             self._allow_pickle,
             self._versions,
+            installed_codecs(),
         )
         self._say(hello)
         return None
@@ -209,7 +212,10 @@ class Agent:
             for report in self._output.unreported():
                 self._say(report)
         if self._socket is not None:
-            is_large = sum(map(len, payload)) > PIECE_LEAST
+            size = sum(map(len, payload))
+            is_large = size > PIECE_LEAST
+            if is_large:
+                self._socket.sending(size)
             # On a slow link, no heartbeat gets past a large piece in time: the head would take this node for dead.
             piece = min(CHUNK, max(PIECE_LEAST, int(self._socket.bytes_per_s()))) if is_large else CHUNK
             for frames in to_wire(self._session, message, payload, piece):
@@ -244,6 +250,7 @@ class Agent:
             for shard in list(self._shards.values()):
                 if shard.fileno() in ready:
                     shard.take()
+            self._note_link_rate(socket.measured())
         except ProtocolError as error:
             return f"protocol error: {error}"
         if self._is_refused and self._exit is None:
@@ -251,10 +258,18 @@ class Agent:
             return "it asks to try again"
         return socket.ended(ready)
 
+    def _note_link_rate(self, bytes_per_s: float | None) -> None:
+        """Tell the workers how fast the link is, which they share."""
+        if bytes_per_s is not None:
+            workers = sum(shard.num_workers for shard in self._shards.values())
+            for shard in self._shards.values():
+                shard.set_link_rate(bytes_per_s / workers)
+
     def _handle(self, session: int, message: Any, frames: list[Any]) -> None:
         if isinstance(message, messages.Welcome):
             self._session, self._is_welcome = message.session, True
             self._beat_s, self._lease_s = message.beat_s, message.lease_s
+            self._welcome = message
             emit(logging.INFO, f"joined the run at {self._joining.address} as node {self._joining.node}")
             return
         if isinstance(message, messages.Refused):
@@ -309,7 +324,7 @@ class Agent:
 
     def _start_shard(self, host: messages.AssignShard, payload: bytes, delivered: Delivered) -> None:
         try:
-            shard = self._shards[host.shard] = Shard(host, payload, delivered, self._say, self._weights)
+            shard = self._shards[host.shard] = Shard(host, payload, delivered, self._say, self._weights, self._welcome)
         except StartError as error:
             self._say(messages.Failed(host.shard, str(error), is_code=False))
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +19,7 @@ from clusterenv.errors import ClusterEnvError, ProtocolError
 from clusterenv.executors.contract import Printed
 from clusterenv.executors.worker_processes import WorkerProcesses
 from clusterenv.memory.fragments import Arena, ArenaLayout
+from clusterenv.memory.progress import LINK, STOP
 from clusterenv.memory.rows import Buffers, Layout
 from clusterenv.memory.transfer import Block, read_fragment, read_rows, write_inputs
 from clusterenv.node.weight_store import WeightStore
@@ -29,12 +31,20 @@ from clusterenv.worker.setup import WorkerConfig
 
 _SPIN_S = 2e-3  # how long a worker spins for its next request: about a round trip to the head
 
+_MOST_KB = 0x7FFF_FFFF  # that the word for the link's rate can hold
+
 Send = Callable[[Any, Sequence[Any]], None]
 
 
 class Shard:
     def __init__(
-        self, host: messages.AssignShard, payload: bytes, delivered: Delivered, send: Send, weights: WeightStore
+        self,
+        host: messages.AssignShard,
+        payload: bytes,
+        delivered: Delivered,
+        send: Send,
+        weights: WeightStore,
+        welcome: messages.Welcome | None = None,
     ) -> None:
         self.number = host.shard
         self._send = send
@@ -46,6 +56,8 @@ class Shard:
         mode = AutoresetMode(host.mode) if host.mode else None
         spin_s = _SPIN_S if len(host.workers) <= cpu_limit() else 0.0
         config = WorkerConfig(mode, host.check, host.threads, host.preload, host.other, spin_s)
+        if welcome is not None:
+            config = replace(config, compress=welcome.compress, codecs=welcome.codecs)
         self._executor = WorkerProcesses(blueprint, len(host.workers), config, weights.descriptor)
         self._weights = weights
         self._busy: dict[int, set[int]] = {worker: set() for worker in self._global}  # open requests with rows
@@ -55,6 +67,10 @@ class Shard:
         self._buffers: Buffers | None = None
         self._block: Block | None = None
         self._arena: Arena | None = None
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._global)
 
     def fileno(self) -> int:
         return self._executor.fileno()
@@ -167,8 +183,12 @@ class Shard:
         elif message.brings is Brings.FRAGMENT:
             assert self._arena is not None
             columns = slice(self._slots[worker][0], self._slots[worker][-1] + 1)
-            frames += read_fragment(self._arena.sides[message.side], columns, message.num_steps)
-        self._send(messages.Answer(self.number, worker, message.request, message.last, message.slots), frames)
+            side = self._arena.sides[message.side]
+            frames += read_fragment(side, columns, message.num_steps, message.packed)
+        answer = messages.Answer(
+            self.number, worker, message.request, message.last, message.slots, tuple(message.packed)
+        )
+        self._send(answer, frames)
 
     def _send_stepped(self) -> None:
         assert self._block is not None
@@ -196,7 +216,12 @@ class Shard:
         ]
 
     def stop_early(self) -> None:
-        self._executor.stop_early()
+        """End running fragments after their current step."""
+        self._executor.signal(STOP, 1)
+
+    def set_link_rate(self, bytes_per_s: float) -> None:
+        """Tell the workers how fast the link is for each of them."""
+        self._executor.signal(LINK, int(min(max(bytes_per_s / 1e3, 1), _MOST_KB)))
 
     def close(self, timeout_s: float) -> None:
         """End the workers. What they still send is discarded: this may be another thread than the socket's."""

@@ -21,13 +21,15 @@ from zmq.utils.monitor import parse_monitor_message
 from clusterenv.errors import StartError
 from clusterenv.system.interrupts import uninterrupted
 from clusterenv.transport.keys import KeyPair
+from clusterenv.transport.link_rate import LinkRate
 
 _ZAP = "inproc://zeromq.zap.01"
 
 _NOBLOCK, _NOBLOCK_MORE, _POLLIN = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
 
-_ACKED, _BUSY_US, _TCP_INFO = 120, 168, 176
-"""Offsets in Linux's `struct tcp_info`: acknowledged bytes, time with unacknowledged bytes; and its size."""
+_ACKED, _DATA_SEGMENTS, _BUSY_US, _TCP_INFO = 120, 152, 168, 176
+"""Offsets in Linux's `struct tcp_info`: acknowledged bytes, segments with data that were received, time with
+unacknowledged bytes; and its size."""
 
 _ENOUGH = 1 << 16  # acknowledged bytes from which the speed of a link is measured
 
@@ -77,6 +79,14 @@ def _send(socket: zmq.Socket[bytes], frames: Sequence[Any]) -> None:
     for frame in frames[:-1]:
         socket.send(frame, _NOBLOCK_MORE)
     socket.send(frames[-1], _NOBLOCK)
+
+
+def _tcp_info(descriptor: int) -> bytes | None:
+    """Return the kernel's counters of a TCP connection, if it has any."""
+    with contextlib.suppress(OSError), tcp.socket(fileno=os.dup(descriptor)) as connection:
+        info = connection.getsockopt(tcp.IPPROTO_TCP, tcp.TCP_INFO, _TCP_INFO)
+        return info if len(info) == _TCP_INFO else None
+    return None
 
 
 class HeadSocket:
@@ -193,15 +203,24 @@ class HeadSocket:
             return False
         return True
 
-    def cut(self, link: Link) -> None:
-        """End this connection, which ROUTER sockets cannot do: a node that floods the head does not stop by itself."""
+    def _is_open(self, link: Link) -> bool:
+        """Return whether this connection has not ended: otherwise its descriptor may belong to another file by now."""
         self._watch()
         descriptor, number = link
-        if link in self._ended or self._accepted.get(descriptor, 0) != number:
-            return  # it has ended, and its descriptor may belong to another file by now
-        with contextlib.suppress(OSError), tcp.socket(fileno=os.dup(descriptor)) as connection:
+        return link not in self._ended and self._accepted.get(descriptor, 0) == number
+
+    def cut(self, link: Link) -> None:
+        """End this connection, which ROUTER sockets cannot do: a node that floods the head does not stop by itself."""
+        if not self._is_open(link):
+            return
+        with contextlib.suppress(OSError), tcp.socket(fileno=os.dup(link[0])) as connection:
             if connection.family in (tcp.AF_INET, tcp.AF_INET6):
                 connection.shutdown(tcp.SHUT_RDWR)
+
+    def segments(self, link: Link) -> int:
+        """Return how many TCP segments with data have come by this connection, those of unfinished messages too."""
+        info = _tcp_info(link[0]) if self._is_open(link) else None
+        return 0 if info is None else int(struct.unpack_from("=I", info, _DATA_SEGMENTS)[0])
 
     def _answer_handshakes(self) -> None:
         while True:
@@ -252,6 +271,7 @@ class NodeSocket:
         self._descriptor = -1  # of the connection
         self._acked = self._busy_us = 0
         self._bytes_per_s = 0.0
+        self._link_rate = LinkRate()
         socket.connect(address)
 
     def poll_on(self, poller: zmq.Poller) -> None:
@@ -283,15 +303,40 @@ class NodeSocket:
 
     def bytes_per_s(self) -> float:
         """Return how fast the head has lately acknowledged bytes; 0.0 while there are too few to tell."""
-        if self._descriptor >= 0:
-            with contextlib.suppress(OSError), tcp.socket(fileno=os.dup(self._descriptor)) as connection:
-                info = connection.getsockopt(tcp.IPPROTO_TCP, tcp.TCP_INFO, _TCP_INFO)
-                if len(info) == _TCP_INFO:
-                    acked, busy_us = (struct.unpack_from("=Q", info, at)[0] for at in (_ACKED, _BUSY_US))
-                    if acked - self._acked >= _ENOUGH:  # less goes through a shaped link in one burst
-                        self._bytes_per_s = 1e6 * (acked - self._acked) / max(1, busy_us - self._busy_us)
-                        self._acked, self._busy_us = acked, busy_us
+        counters = self._counters()
+        if counters is not None:
+            acked, busy_us = counters
+            if acked - self._acked >= _ENOUGH:  # less goes through a shaped link in one burst
+                self._bytes_per_s = 1e6 * (acked - self._acked) / max(1, busy_us - self._busy_us)
+                self._acked, self._busy_us = acked, busy_us
         return self._bytes_per_s
+
+    def _counters(self) -> tuple[int, int] | None:
+        """Return how many bytes were acknowledged, and for how many microseconds any were not."""
+        info = _tcp_info(self._descriptor) if self._descriptor >= 0 else None
+        if info is None:
+            return None
+        acked, busy_us = (struct.unpack_from("=Q", info, at)[0] for at in (_ACKED, _BUSY_US))
+        return acked, busy_us
+
+    def sending(self, size: int) -> None:
+        """Measure the link with a message of this size, which is sent next, if it is large."""
+        counters = self._counters()
+        if counters is not None:
+            self._link_rate.sending(size, *counters)
+
+    def measured(self) -> float | None:
+        """Return the link's rate in bytes per second if a measurement is complete; infinite within one machine."""
+        counters = self._counters() if self._link_rate.is_measuring else None
+        if counters is None or not self._link_rate.read(*counters):
+            return None
+        return math.inf if self._is_local() else self._link_rate.bytes_per_s
+
+    def _is_local(self) -> bool:
+        """Return whether the other end is on this machine: the head, or a tunnel to it."""
+        with contextlib.suppress(OSError), tcp.socket(fileno=os.dup(self._descriptor)) as connection:
+            return bool(connection.getpeername()[0] == connection.getsockname()[0])
+        return False
 
     def send(self, frames: Sequence[Any]) -> None:
         _send(self._socket, frames)

@@ -99,8 +99,14 @@ class AsyncCalls(VectorEnv[Any, Any, Any]):
 
     def _send_reset(self, arguments: ResetArguments) -> None:
         guard, driver, mask = self._guard, self._driver, arguments.mask
-        if mask is not None and not guard.was_reset and not mask.all():
-            raise UsageError("the first reset() must reset all environments: leave reset_mask out")
+        if mask is not None and not mask.all():
+            if not guard.was_reset:
+                raise UsageError("the first reset() must reset all environments: leave reset_mask out")
+            if guard.was_interrupted:
+                raise UsageError(
+                    "the last step or reset was interrupted by an error or Ctrl-C, and the rows of the other "
+                    "environments are unknown: leave reset_mask out, to reset all of them"
+                )
         guard.pending, guard.is_interrupted = None, True
         driver.drain()
         driver.set_seed_base(arguments.bases)
@@ -113,6 +119,7 @@ class AsyncCalls(VectorEnv[Any, Any, Any]):
         driver.collect(len(arguments.slots), timeout_s, "reset_wait")
         rows = driver.deliver(self.copy)
         guard.was_reset, guard.is_interrupted = True, False
+        guard.last_reset = (driver.rows.deliveries, arguments.slots)
         if arguments.mask is None:
             return rows.obs, rows.infos
         return driver.rows.peek_obs(np.arange(self.num_envs)), spread(rows.infos, rows.slots, self.num_envs)

@@ -45,12 +45,14 @@ class CallGuard:
         self.is_resumed = False
         """Whether the state of another run was loaded, which determines the seeds of the slots."""
         self.pending: Pending | None = None
+        self.last_reset: tuple[int, list[int]] | None = None
+        """Value of `rows.deliveries` after the last reset, and its slots."""
 
     @property
     def phase(self) -> Phase:
         if self.pending is not None:
             return self.pending.phase
-        if self.is_interrupted:
+        if self.was_interrupted:
             return Phase.INTERRUPTED
         if not self.was_reset:
             return Phase.NEW
@@ -58,6 +60,11 @@ class CallGuard:
         if mode is not Mode.IDLE:
             return Phase.STREAMING if mode is Mode.STREAM else Phase.COLLECTING
         return Phase.PARTIAL if self._rows.is_in_flight else Phase.IDLE
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether an exception ended the last step or reset, so that its rows are unknown until the next full reset."""
+        return self.is_interrupted and (self.pending is None or self.pending.phase is Phase.CALLING)
 
     def check(self, call: str) -> None:
         """Raise if this call is not possible now."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +22,7 @@ from clusterenv.errors import NotPlainError, ProtocolError
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.rows import Layout
 from clusterenv.policy.acting.named import Named
+from clusterenv.policy.onnx.actor import OnnxRecipe, OnnxWeight
 from clusterenv.wire.requests import (
     Act,
     Acted,
@@ -68,7 +69,9 @@ __all__ = [
 _HEAD = struct.Struct("<IB")
 _QUICK = struct.Struct("<IBI")
 _PICKLED, _NUMBER, _PLAIN, _FRAGMENT, _WEIGHTS = range(5)
-_RAW = struct.Struct("<IBBIII")
+_RAW = struct.Struct("<IBBIIIH")
+_PACKED = struct.Struct("<HQ")
+_NOTHING: Mapping[int, bytes] = {}
 
 
 class Brings(enum.IntEnum):
@@ -89,6 +92,8 @@ class Raw(NamedTuple):
     brings: Brings = Brings.ROWS
     side: int = 0
     num_steps: int = 0
+    packed: dict[int, Any] = {}  # noqa: RUF012  never mutated: NamedTuple default
+    """Arrays of the fragment that the worker has packed, by their position."""
 
 
 def brings_of(message: Any, reply: Any) -> tuple[Brings, int, int]:
@@ -99,13 +104,20 @@ def brings_of(message: Any, reply: Any) -> tuple[Brings, int, int]:
 
 
 def encode_plain(
-    message: Any, other: Literal["refuse", "repr"] = "refuse", brings: tuple[Brings, int, int] = (Brings.ROWS, 0, 0)
+    message: Any,
+    other: Literal["refuse", "repr"] = "refuse",
+    brings: tuple[Brings, int, int] = (Brings.ROWS, 0, 0),
+    packed: Mapping[int, bytes] = _NOTHING,
 ) -> bytes:
-    """Encode an answer for the network, without pickle; raise NotPlainError if it is not plain data."""
+    """Encode an answer for the network, without pickle; raise NotPlainError if it is not plain data.
+
+    `packed`: arrays of a fragment by their position, which are sent in place of those in shared memory.
+    """
     body: bytes = plain().pack(message, other)
     slots = getattr(message, "slots", ())
-    head = _RAW.pack(message.request, getattr(message, "last", True), *brings, len(slots))
-    body = head + struct.pack(f"<{len(slots)}I", *slots) + body
+    head = _RAW.pack(message.request, getattr(message, "last", True), *brings, len(slots), len(packed))
+    table = b"".join(_PACKED.pack(i, len(data)) for i, data in packed.items())
+    body = b"".join([head, struct.pack(f"<{len(slots)}I", *slots), table, *packed.values(), body])
     return _HEAD.pack(len(body) + 1, _PLAIN) + body
 
 
@@ -194,6 +206,7 @@ def _requests() -> Any:
     from clusterenv.wire.plain import PlainCodec
 
     structs = [Sticky, Build, Attach, Act, Step, Reset, Rebuild, Call, SetAttr, SetPolicy, Named]
+    structs += [OnnxRecipe, OnnxWeight]
     return PlainCodec([*structs, LoadWeights, MapArena, RunFragment, Evaluate, Close, GraphInstance])
 
 
@@ -222,10 +235,16 @@ encode_quick = partial(_QUICK.pack, 5, _NUMBER)
 
 
 def _raw(body: bytes) -> Raw:
-    request, last, brings, side, num_steps, count = _RAW.unpack_from(body)
+    request, last, brings, side, num_steps, count, num_packed = _RAW.unpack_from(body)
     end = _RAW.size + 4 * count
     slots = struct.unpack_from(f"<{count}I", body, _RAW.size)
-    return Raw(request, bool(last), slots, body[end:], Brings(brings), side, num_steps)
+    packed, table, view = {}, end, memoryview(body)
+    end += _PACKED.size * num_packed
+    for at in range(table, end, _PACKED.size):
+        i, size = _PACKED.unpack_from(body, at)
+        packed[i] = view[end : end + size]
+        end += size
+    return Raw(request, bool(last), slots, body[end:], Brings(brings), side, num_steps, packed)
 
 
 class FrameReader:

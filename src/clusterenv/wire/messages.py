@@ -11,7 +11,7 @@ import msgspec
 
 from clusterenv.code.packages import Wanted
 
-PROTOCOL = 10
+PROTOCOL = 12
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
@@ -46,6 +46,8 @@ class Hello(_Message):
     versions: dict[str, str] = {}
     """Of packages that must match where code or a policy is pickled. Has a default: protocols before 4 do not send it,
     and must be refused by their number."""
+    codecs: tuple[str, ...] = ()
+    """Compressors that it can use (`memory/compression.py`)."""
 
 
 class Failed(_ShardMessage):
@@ -68,6 +70,8 @@ class Answer(_WorkerMessage):
     request: int
     last: bool
     slots: tuple[int, ...]
+    packed: tuple[int, ...] = ()
+    """Positions of the arrays of a fragment that are packed."""
 
 
 class SteppedAll(_ShardMessage):
@@ -127,6 +131,10 @@ class Welcome(_Message):
     session: int
     beat_s: float
     lease_s: float
+    compress: Literal["auto", "always", "never"] = "auto"
+    """Whether to pack the observations of fragments."""
+    codecs: tuple[str, ...] = ()
+    """Compressors that both sides have."""
 
 
 class HeadBeat(_Message):

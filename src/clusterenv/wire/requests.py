@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from clusterenv.policy.acting.named import Named
+from clusterenv.policy.acting.named import Plain
 
 
 class Sticky(NamedTuple):
@@ -98,10 +98,10 @@ class SetPolicy(NamedTuple):
     """Act with this policy from now on; its weights follow."""
 
     request: int
-    recipe: bytes | Named
-    """A cloudpickled `Recipe`, or a `Named` from which the worker makes the policy itself."""
+    recipe: bytes | Plain
+    """A cloudpickled `Recipe`, or plain data from which the worker makes the policy itself."""
     family: Any
-    """None with a `Named`: the worker derives it."""
+    """None with plain data: the worker derives it."""
     mask: str | None
     seed: int
     info_keys: tuple[str, ...]
@@ -151,7 +151,7 @@ class Finals(NamedTuple):
 
     t: Any  # [F]
     columns: Any  # [F]
-    leaves: list[Any]  # [F, ...] each, in the order of the space's leaves
+    leaves: list[Any]  # [F, ...] each, in the order of the space's leaves; from another machine, maybe packed as bytes
 
 
 class FragmentResult(NamedTuple):
@@ -174,6 +174,10 @@ class FragmentResult(NamedTuple):
     """[K] seconds of a step of each environment, float32; None if none was timed."""
     not_sent: str = ""
     """Which info was left out because it is not plain data, and why; "" if none was."""
+    forms: list[str] = []  # noqa: RUF012  never mutated: NamedTuple default
+    """For each leaf of the observations, how it was sent to another machine, or why as it is."""
+    saved_bytes: int = 0
+    """Bytes that packing saved: set by the head, whatever a node says."""
 
 
 class MissingKeys(NamedTuple):

@@ -1,82 +1,43 @@
-"""Act and step on a worker: T steps of its environments under one policy version.
+"""Act and step on a worker: T steps of its environments, one by one, under one policy version.
 
-Enters: `RunFragment`. Leaves: rows in the arena and a `FragmentResult`. When an episode ends, the next one begins in
-the same step; when an environment fails, its own column is flagged invalid from there on.
+When an episode ends, the next one begins in the same step; when an environment fails, its own column is flagged
+invalid from there on.
 """
 
 from __future__ import annotations
 
-import mmap
 import time
-import traceback
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from clusterenv.errors import PolicyError
-from clusterenv.memory.fragments import Arena, ArenaLayout
 from clusterenv.memory.progress import POLICY, RESET, STEP, STOP, TICK
 from clusterenv.memory.rows import write_block
 from clusterenv.policy.acting.base import PAD, pad_rows
 from clusterenv.policy.acting.distributions import mask_logits
-from clusterenv.wire.requests import Finals, Reply, RunFragment
 from clusterenv.worker.envs import EnvGroup
-from clusterenv.worker.fragment import Bad, FragmentColumns, RunningFragment
+from clusterenv.worker.fragment import Bad, RunningFragment
+from clusterenv.worker.fragment_loop import FragmentLoop, note_policy_error
 from clusterenv.worker.pace import TIMED_EVERY
-from clusterenv.worker.policy import WorkerPolicy, not_finite, pad_starts, policy_failed
+from clusterenv.worker.policy import WorkerPolicy, not_finite, pad_starts
 from clusterenv.worker.single_env import Caught
 
-__all__ = ["FragmentLoop"]
-
-_UNKNOWN = -(1 << 40)
-"""Initial step count of an episode whose beginning the user stepped: it never equals the episode's length."""
+__all__ = ["SingleEnvLoop"]
 
 Ended = list[tuple[int, dict[str, Any]]]
 """(column, info) of the episodes that a step ended."""
 
 
-class FragmentLoop:
-    """One per worker, beside its `EnvGroup` and its `WorkerPolicy`."""
+class SingleEnvLoop(FragmentLoop):
+    """Steps the environments of an `EnvGroup` one after the other."""
 
     def __init__(self, group: EnvGroup, policy: WorkerPolicy, observation_space: Any) -> None:
+        super().__init__(group, policy, observation_space)
         self._group = group
-        self._policy = policy
-        self._space = observation_space
-        count = len(group.slots)
-        self._returns = np.zeros(count)
-        self._counted = np.zeros(count, dtype=np.int64)  # steps summed in `_returns`
-        self._tail: list[Any] | None = None  # the observations after the last fragment
-
-    def map_arena(self, layout: ArenaLayout, memory: mmap.mmap) -> None:
-        self._arena = Arena(layout, memory)
-        self._columns: dict[int, FragmentColumns] = {}  # by side, of the last fragment there
-
-    def run(self, request: RunFragment) -> Reply:
-        """Run one fragment and return its answer."""
-        if self._policy.actor is None:  # requested before the head learned that the policy could not be built
-            return policy_failed(request.request, "there is no policy on a worker", PolicyError("it was not built"))
-        group, policy = self._group, self._policy
-        columns = self._columns.get(request.side)
-        if columns is None or len(columns.valid) != request.num_steps:
-            side, leaves = self._arena.sides[request.side], group.buffers.layout.obs
-            columns = FragmentColumns(side, group.rows, request.num_steps, self._space, leaves)
-            self._columns[request.side] = columns
-        run = RunningFragment(columns, self._space, group, policy, request)
-        is_timed = run.timed_at < request.num_steps
-        self._begin(run)
-        self._play(run)
-        self._score(run)
-        done = run.done
-        group.began = [group.clock - int(length) for length in run.lengths]
-        group.ended = [False] * len(group.slots)
-        finals = run.pack_finals()
-        if group.check and self._check(run, finals):
-            finals = run.pack_finals()
-        self._tail = [leaf[done].copy() for leaf in run.columns.obs]  # without the bad values that `_check` replaced
-        pace_s = group.buffers.pace_s[group.rows].astype(np.float32) if is_timed else None
-        missing = run.watch.episode_ended() if run.watch is not None and run.any_ended else None
-        result = run.result(policy.version, finals, pace_s)
-        return Reply(request.request, group.slots, missing, faults=run.faults, result=result)
+        self._steps: list[Callable[[Any], Any]] = []  # of the running fragment: stand-ins for those that are gone
+        self._timed_at = 0  # the next step whose environments are timed
+        self._is_timed = False
 
     # -- the hot loop -----------------------------------------------------------------------------------------
 
@@ -93,8 +54,8 @@ class FragmentLoop:
             begin = clock()
             try:
                 actions = self._act_or_lose(run, t)
-            except Exception as error:  # user code: reported to the head, which raises it
-                run.policy_error = (f"{type(error).__name__}: {error}", traceback.format_exc())
+            except Exception as error:  # user code
+                note_policy_error(run, error)
                 break
             at[1] = STEP
             acted = clock()
@@ -124,7 +85,7 @@ class FragmentLoop:
                 raise
             self._lose_bad(run, bad)
             for k in bad:
-                run.steps[k] = run.columns.frozen(t, k)
+                self._steps[k] = run.columns.frozen(t, k)
         return self._act(run, t)
 
     def _act(self, run: RunningFragment, t: int) -> Any:
@@ -147,8 +108,6 @@ class FragmentLoop:
         if total - total != 0.0:  # NaN or infinite: never let such an action reach an environment
             raise not_finite(params, self._group.slots)
         policy.state = state
-        if t == run.picked.next_t:
-            run.picked.take(t, params)
         columns.actions[t] = actions
         run.params[t] = params
         return for_env
@@ -160,10 +119,10 @@ class FragmentLoop:
         rewards: list[Any] = []
         block: list[Any] = []
         over: Ended = []
-        steps = run.steps
-        if t == run.timed_at:
+        steps = self._steps
+        if t == self._timed_at:
             steps = group.pace.timed(group.slots, steps, group.envs)
-            run.timed_at += TIMED_EVERY
+            self._timed_at += TIMED_EVERY
         for slot, step, action in zip(group.slots, steps, actions, strict=True):
             at[0] = slot
             try:
@@ -219,19 +178,14 @@ class FragmentLoop:
             columns.lose(t, k)
             run.finals.append((t, k, columns.row(t, k)))
         run.failed.add(k)
-        run.steps[k] = columns.frozen(t, k)
+        self._steps[k] = columns.frozen(t, k)
         group.at[1] = STEP
         return is_whole
 
     def _end_episodes(self, run: RunningFragment, t: int, over: Ended) -> None:
         run.any_ended = True
         for k, info in over:
-            own = info.get("episode")
-            if isinstance(own, dict) and "r" in own and "l" in own:
-                run.episodes.append((t, k, float(np.ravel(own["r"])[0]), int(np.ravel(own["l"])[0]), info))
-            elif self._counted[k] == run.lengths[k]:  # else the user stepped its beginning, which is not known
-                run.episodes.append((t, k, float(self._returns[k]), int(run.lengths[k]), info))
-            self._returns[k] = self._counted[k] = run.lengths[k] = 0
+            self._end_episode(run, t, k, info)
 
     def _write_each(self, run: RunningFragment, t: int, block: list[Any]) -> None:
         """Write row by row, as the block could not be written at once; what does not fit its space is a fault."""
@@ -244,26 +198,17 @@ class FragmentLoop:
                     run.failed.add(k)
                 run.columns.lose(t, k)
                 run.finals.append((t, k, run.columns.row(t, k)))
-                run.steps[k] = run.columns.frozen(t, k)
+                self._steps[k] = run.columns.frozen(t, k)
                 run.columns.write_row(t + 1, k, run.columns.row(t, k))
 
     # -- before and after -------------------------------------------------------------------------------------
 
     def _begin(self, run: RunningFragment) -> None:
-        """Fill row 0 with the last observation that the user saw, or the first of a new episode if that one ended."""
         group, policy, columns = self._group, self._policy, run.columns
-        buffers = group.buffers
-        sides = buffers.side[group.rows]
-        columns.clear()
-        for i, (out, shared) in enumerate(zip(columns.obs, buffers.obs, strict=True)):
-            if group.moved is None or self._tail is None:
-                out[0] = shared[sides, np.arange(group.first, group.first + len(group.slots))]
-            else:  # a stream's next fragment begins before the head has seen the last one
-                out[0] = self._tail[i]
-                for slot in group.moved:
-                    out[0, slot - group.first] = shared[sides[slot - group.first], slot]
-        was_stepped = group.moved is None  # by the user, since the last fragment
-        group.moved = set()
+        recent = group.take_recent()
+        self._steps = list(group.steps)
+        self._timed_at = group.pace.next_timed(len(columns.valid))
+        self._is_timed = self._timed_at < len(columns.valid)
         for k, slot in enumerate(group.slots):
             if group.envs[k] is None:
                 run.failed.add(k)
@@ -271,18 +216,18 @@ class FragmentLoop:
             elif group.ended[k]:
                 self._begin_episode(run, k, slot)
             else:
-                if run.lengths[k] == 0:
-                    self._returns[k] = self._counted[k] = 0
-                elif was_stepped:
-                    self._counted[k] = _UNKNOWN
-                if policy.mask is not None and slot in group.recent:
-                    policy.masks[k] = group.recent[slot].get(policy.mask)
-        for info in group.recent.values():
+                self._continue_episode(run, k)
+                if policy.mask is not None and slot in recent:
+                    policy.masks[k] = recent[slot].get(policy.mask)
+        for info in recent.values():
             policy.watch.was_reset(info)
-        group.recent.clear()
         columns.starts[0] = run.lengths == 0
         for k in run.failed:
-            run.steps[k] = columns.frozen(0, k)
+            self._steps[k] = columns.frozen(0, k)
+
+    def _pace_s(self) -> Any:
+        group = self._group
+        return group.buffers.pace_s[group.rows].astype(np.float32) if self._is_timed else None
 
     def _begin_episode(self, run: RunningFragment, k: int, slot: int) -> None:
         """Reset an environment whose episode had ended: row 0 is the first of the next one."""
@@ -305,24 +250,7 @@ class FragmentLoop:
             for leaf, value in zip(columns.obs, last, strict=True):
                 leaf[0, k] = value
 
-    def _score(self, run: RunningFragment) -> None:
-        """Compute the whole fragment's log-probabilities: one call of each numpy function instead of one per step."""
-        begin, done, columns = time.perf_counter(), run.done, run.columns
-        steps, count = done, len(self._group.slots)
-        values = (run.params[:done], run.noise[:done], columns.actions[:done])
-        rows = [value.reshape(steps * count, *value.shape[2:]) for value in values]
-        scores = self._policy.family.score(rows[0], rows[1], rows[2], run.knobs)
-        columns.logprobs[:done] = scores.reshape(steps, count)
-        run.policy_s += time.perf_counter() - begin
-
-    def _check(self, run: RunningFragment, finals: Finals) -> bool:
-        """Invalidate columns from their first unusable value on; return whether there was any."""
-        bad = run.columns.find_bad(run.done, finals)
-        self._lose_bad(run, bad)
-        return bool(bad)
-
     def _lose_bad(self, run: RunningFragment, bad: Bad) -> None:
-        """Lose each of these columns from its first unusable value on."""
         columns = run.columns
         for k, (t, text, in_next) in sorted(bad.items()):
             if k not in run.failed:

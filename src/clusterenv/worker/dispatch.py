@@ -15,11 +15,14 @@ from clusterenv.memory.rows import Buffers
 from clusterenv.spec import Vector
 from clusterenv.wire import requests
 from clusterenv.wire.requests import Reply
-from clusterenv.worker.act_and_step import FragmentLoop
+from clusterenv.worker.act_and_step import SingleEnvLoop
 from clusterenv.worker.envs import EnvGroup
-from clusterenv.worker.evaluate import Evaluator
+from clusterenv.worker.evaluate import Evaluator, SingleEnvEvaluator
+from clusterenv.worker.fragment_loop import FragmentLoop
 from clusterenv.worker.policy import WorkerPolicy
 from clusterenv.worker.vector_env import VectorGroup
+from clusterenv.worker.vector_evaluate import VectorEvaluator
+from clusterenv.worker.vector_fragment import VectorEnvLoop
 
 __all__ = ["Dispatcher", "Memory"]
 
@@ -33,7 +36,7 @@ class Memory(Protocol):
 
 
 class _Acting(NamedTuple):
-    """The policy of this worker and what runs it; a worker with a `VectorGroup` has none."""
+    """The policy of this worker and what runs it."""
 
     policy: WorkerPolicy
     loop: FragmentLoop
@@ -84,9 +87,13 @@ class Dispatcher:
     def _attach(self, message: requests.Attach) -> None:
         group, space = self.group, message.observation_space
         group.attach(Buffers(message.layout, self._memory.rows()), space, message.action_space)
+        policy = WorkerPolicy(group, space, message.action_space)
         if isinstance(group, EnvGroup):
-            policy = WorkerPolicy(group, space, message.action_space)
-            self._acting = _Acting(policy, FragmentLoop(group, policy, space), Evaluator(group, policy, space))
+            self._acting = _Acting(
+                policy, SingleEnvLoop(group, policy, space), SingleEnvEvaluator(group, policy, space)
+            )
+        else:
+            self._acting = _Acting(policy, VectorEnvLoop(group, policy, space), VectorEvaluator(group, policy, space))
 
     @property
     def _with_policy(self) -> _Acting:

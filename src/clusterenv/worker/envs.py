@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, iterate
 
@@ -333,6 +334,22 @@ class EnvGroup:
         sides = (1 - buffers.side[request.slots]).tolist()
         self._check_rows(request.slots, sides, faults)
         return rows_reply(request.request, request.slots, infos, objects, faults)
+
+    # -- fragments --------------------------------------------------------------------------------------------
+
+    def lengths(self) -> Any:
+        """Return how many steps each running episode has, [K]."""
+        return np.array([self.clock - began for began in self.began])
+
+    def has_played(self, lengths: Any) -> None:
+        """Note the lengths of the running episodes after a fragment, which leaves none ended."""
+        self.began = [self.clock - int(length) for length in lengths]
+        self.ended = [False] * len(self.envs)
+
+    def take_recent(self) -> dict[int, dict[str, Any]]:
+        """Return the infos of the slots that stepped or were reset since the last call."""
+        recent, self.recent = self.recent, {}
+        return recent
 
     def call(self, request: Call | SetAttr) -> Reply:
         results: list[Any] = []

@@ -7,6 +7,7 @@ outcome does not depend on which worker runs it, or which other episodes run bes
 from __future__ import annotations
 
 import traceback
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -21,50 +22,32 @@ from clusterenv.wire.requests import Evaluate, Fault, PlayedEpisode, Reply, Stic
 from clusterenv.worker.envs import EnvGroup
 from clusterenv.worker.policy import WorkerPolicy
 from clusterenv.worker.single_env import Caught, apply_stickies, close_env
+from clusterenv.worker.vector_env import VectorGroup
 
-__all__ = ["Evaluator"]
+__all__ = ["Evaluator", "Player", "SingleEnvEvaluator"]
 
 _NOISE_STEPS = 64
 
 
-class Evaluator:
+class Evaluator(ABC):
     """Play episodes. Environments are made when they are first needed, and kept."""
 
-    def __init__(self, group: EnvGroup, policy: WorkerPolicy, observation_space: Any) -> None:
-        self._makers = group.makers
+    def __init__(self, group: EnvGroup | VectorGroup, policy: WorkerPolicy, observation_space: Any) -> None:
         self._slots = group.slots
         self._at = group.at
         self._policy = policy
         self._space = observation_space
         self._leaves = group.buffers.layout.obs
-        self._envs: list[Any] = []
         self._now = (0, 0)  # episode, number of its `step` call
-        self._recorder: Any = None
         self._stickies_epoch = 0  # of these environments
 
     def run(self, request: Evaluate) -> Reply:
         """Play the episodes, at most as many at once as this worker has slots."""
-        slots = self._slots
         try:
             if request.stickies_epoch != self._stickies_epoch:
                 self.close()
                 self._stickies_epoch = request.stickies_epoch
-            done: list[PlayedEpisode] = []
-            frames = [j for j in request.episodes if j < request.record]
-            for j in frames:
-                recorder = self._recording_env(slots[0], request.stickies[0])
-                done += self._play(request, [j], [recorder], True)
-            plain = [j for j in request.episodes if j >= request.record]
-            while len(self._envs) < min(len(plain), len(slots)):
-                k = len(self._envs)
-                self._at[0], self._at[1] = slots[k], INIT
-                self._envs.append(self._makers[slots[k]]())
-                apply_stickies(self._envs[k], request.stickies[k])
-            # Each environment plays a fixed share: a quick one does not play more.
-            shares = [plain[i :: len(self._envs)] for i in range(len(self._envs))] if plain else []
-            for i in range(max(map(len, shares), default=0)):
-                pairs = [(share[i], env) for share, env in zip(shares, self._envs, strict=True) if i < len(share)]
-                done += self._play(request, [j for j, _ in pairs], [env for _, env in pairs], False)
+            return Reply(request.request, [], result=self._play_all(request))
         except Caught as error:
             text = traceback.format_exc()
             what = f"{type(error).__name__}: {error}"
@@ -72,7 +55,75 @@ class Evaluator:
             episode, call = self._now
             fault = Fault(self._at[0], phase, what, text, request.seed + episode, 0, call)
             return Reply(request.request, [], faults=[fault])
-        return Reply(request.request, [], result=done)
+
+    @abstractmethod
+    def _play_all(self, request: Evaluate) -> list[PlayedEpisode]: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class Player:
+    """Choose the actions of episodes that are played at once, one per row, each from its own random stream."""
+
+    def __init__(self, policy: WorkerPolicy, request: Evaluate, episodes: list[int]) -> None:
+        actor = policy.actor
+        assert actor is not None
+        padded = -(-len(episodes) // PAD) * PAD
+        self._actor, self._policy, self._request, self._episodes = actor, policy, request, episodes
+        self._streams = Streams(request.seed)
+        self._state = actor.initial_state(padded)
+        self._starts = np.ones(padded, dtype=np.bool_)
+        self._noise: Any = None
+        self._t = 0
+
+    def act(self, obs: Any, masks: list[Any]) -> Any:
+        """Return the actions for these observations. `masks`: action masks from the infos."""
+        family, mask, request, count = self._policy.family, self._policy.mask, self._request, len(self._episodes)
+        params, self._state = self._actor.forward(pad_rows(obs, count), self._state, self._starts)
+        params = params[:count]
+        self._starts[:] = False
+        if mask is not None:
+            in_obs = isinstance(obs, dict) and mask in obs
+            params = mask_logits(params, obs[mask] if in_obs else stack_masks(masks, params.shape[1]))
+        if request.deterministic:
+            return family.mode(params)
+        if self._t % _NOISE_STEPS == 0:
+            incarnations = [0] * count
+            size = family.noise_size
+            self._noise = self._streams.draw(self._episodes, incarnations, _NOISE_STEPS, family.noise, size)
+        _, actions = family.choose(params, self._noise[self._t % _NOISE_STEPS], request.knobs)
+        self._t += 1
+        return actions
+
+
+class SingleEnvEvaluator(Evaluator):
+    """Play episodes on environments that are stepped one by one."""
+
+    def __init__(self, group: EnvGroup, policy: WorkerPolicy, observation_space: Any) -> None:
+        super().__init__(group, policy, observation_space)
+        self._makers = group.makers
+        self._envs: list[Any] = []
+        self._recorder: Any = None
+
+    def _play_all(self, request: Evaluate) -> list[PlayedEpisode]:
+        slots = self._slots
+        done: list[PlayedEpisode] = []
+        for j in (j for j in request.episodes if j < request.record):
+            recorder = self._recording_env(slots[0], request.stickies[0])
+            done += self._play(request, [j], [recorder], True)
+        plain = [j for j in request.episodes if j >= request.record]
+        while len(self._envs) < min(len(plain), len(slots)):
+            k = len(self._envs)
+            self._at[0], self._at[1] = slots[k], INIT
+            self._envs.append(self._makers[slots[k]]())
+            apply_stickies(self._envs[k], request.stickies[k])
+        # Each environment plays a fixed share: a quick one does not play more.
+        shares = [plain[i :: len(self._envs)] for i in range(len(self._envs))] if plain else []
+        for i in range(max(map(len, shares), default=0)):
+            pairs = [(share[i], env) for share, env in zip(shares, self._envs, strict=True) if i < len(share)]
+            done += self._play(request, [j for j, _ in pairs], [env for _, env in pairs], False)
+        return done
 
     def _recording_env(self, slot: int, stickies: list[Sticky]) -> Any:
         if self._recorder is None:
@@ -91,12 +142,8 @@ class Evaluator:
 
     def _play(self, request: Evaluate, episodes: list[int], envs: list[Any], record: bool) -> list[PlayedEpisode]:
         """Play one episode per environment, all at once; those that have ended wait for the last."""
-        actor, family, mask = self._policy.actor, self._policy.family, self._policy.mask
-        assert actor is not None
-        count = len(envs)
-        streams = Streams(request.seed)
-        state = actor.initial_state(-(-count // PAD) * PAD)
-        starts = np.ones(-(-count // PAD) * PAD, dtype=np.bool_)
+        mask, count = self._policy.mask, len(envs)
+        player = Player(self._policy, request, episodes)
         obs: list[Any] = []
         masks: list[Any] = []
         self._at[1] = RESET
@@ -107,23 +154,10 @@ class Evaluator:
             masks.append(info.get(mask) if mask is not None else None)
         returns, lengths, running = np.zeros(count), np.zeros(count, dtype=np.int64), [True] * count
         frames: list[list[Any]] = [[env.render()] if record else [] for env in envs]
-        noise: Any = None
         t = 0
         while any(running):
             self._at[1] = POLICY
-            batch = self._batch(obs)
-            params, state = actor.forward(pad_rows(batch, count), state, starts)
-            params = params[:count]
-            if mask is not None:
-                in_obs = isinstance(batch, dict) and mask in batch
-                params = mask_logits(params, batch[mask] if in_obs else stack_masks(masks, params.shape[1]))
-            if request.deterministic:
-                actions = family.mode(params)
-            else:
-                if t % _NOISE_STEPS == 0:
-                    noise = streams.draw(episodes, [0] * count, _NOISE_STEPS, family.noise, family.noise_size)
-                _, actions = family.choose(params, noise[t % _NOISE_STEPS], request.knobs)
-            starts[:] = False
+            actions = player.act(self._batch(obs), masks)
             t += 1
             self._at[1] = STEP
             for k, (env, action) in enumerate(zip(envs, actions, strict=True)):

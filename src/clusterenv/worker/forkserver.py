@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clusterenv.code import packages as sources
+from clusterenv.policy.onnx.actor import preload
 from clusterenv.spec import load_makers
 from clusterenv.system.orphans import Orphans, become_subreaper, kill_group
 from clusterenv.worker import main as worker
@@ -286,6 +287,8 @@ def _load(fd: int) -> tuple[ForkServerSetup, Any]:
         sources.install(*setup.delivered)
     for module in setup.modules:
         importlib.import_module(module)
+    if setup.imports_onnx:
+        preload()
     return setup, load_makers(setup.payload, setup.num_envs, setup.is_named)
 
 

@@ -10,10 +10,11 @@ import numpy as np
 from clusterenv.memory.fragments import FragmentArrays, Side
 from clusterenv.memory.rows import Leaf, assemble, blocks_of, coerce, flatten
 from clusterenv.policy.acting.random_streams import Streams
-from clusterenv.rollout import map_arrays
+from clusterenv.rollout import map_arrays, to_numpy
 from clusterenv.wire.requests import DriftSamples, Fault, Finals, FragmentResult, RunFragment
 from clusterenv.worker.envs import EnvGroup
 from clusterenv.worker.policy import WorkerPolicy
+from clusterenv.worker.vector_env import VectorGroup
 
 __all__ = ["Bad", "FragmentColumns", "RunningFragment"]
 
@@ -25,23 +26,28 @@ class RunningFragment:
     """Collect one fragment. Made by `FragmentLoop` for each request; `result` is sent to the head."""
 
     def __init__(
-        self, columns: FragmentColumns, space: Any, group: EnvGroup, policy: WorkerPolicy, request: RunFragment
+        self,
+        columns: FragmentColumns,
+        space: Any,
+        group: EnvGroup | VectorGroup,
+        policy: WorkerPolicy,
+        request: RunFragment,
     ) -> None:
         slots, family, num_steps = group.slots, policy.family, request.num_steps
         self._space, self._leaves = space, group.buffers.layout.obs
         self.columns = columns
-        self.steps = list(group.steps)
-        """Step function of each environment; a stand-in for those that are gone."""
-        self.lengths = np.array([group.clock - began for began in group.began])
+        self.lengths = group.lengths()
         """Steps of the running episodes so far."""
         self._first_lengths = self.lengths.copy()  # before row 0
-        self._initial_state = _to_numpy(policy.state, len(slots))
+        self._initial_state = _first_rows(policy.state, len(slots))
         self.noise = policy.streams.draw(slots, request.incarnations, num_steps, family.noise, family.noise_size)
-        self.picked = Picked(policy.streams, slots, request)
+        self._picked = _pick(policy.streams, slots, request)
         self.params = np.empty((num_steps, len(slots), family.num_params), dtype=np.float32)
         self.knobs = request.knobs
-        self.timed_at = group.pace.next_timed(num_steps)
         self.watch = policy.watch or None
+        self.played: Any = None  # [K], rows of each column, if they are not all `done`
+        self.lost: set[int] = set()  # columns whose environment was lost, if others continue
+        self.was_stepped = False  # by the user, since the last fragment
         self.done = 0
         self.env_s = self.policy_s = 0.0
         self.policy_error: tuple[str, str] | None = None
@@ -73,6 +79,16 @@ class RunningFragment:
         self.finals = [item for item in self.finals if item[1] != k or item[0] < t]
         self.episodes = [item for item in self.episodes if item[1] != k or item[0] < t]
 
+    def _samples(self) -> DriftSamples | None:
+        """Return the drift sample: the policy's outputs for the states chosen in advance, where they were reached."""
+        if self._picked is None:
+            return None
+        t, k = self._picked
+        reached = t < (self.done if self.played is None else self.played[k])
+        if not reached.any():
+            return None
+        return DriftSamples(t[reached], k[reached], self.params[t[reached], k[reached]])
+
     def pack_finals(self) -> Finals:
         return _pack_finals(self.finals, self._space, self._leaves)
 
@@ -85,7 +101,7 @@ class RunningFragment:
             self._infos,
             self._initial_state,
             self.policy_error,
-            self.picked.samples(),
+            self._samples(),
             self.env_s,
             self.policy_s,
             pace_s,
@@ -97,6 +113,7 @@ class FragmentColumns(FragmentArrays):
 
     def __init__(self, side: Side, rows: slice, num_steps: int, space: Any, leaves: tuple[Leaf, ...]) -> None:
         super().__init__(side.specs, side.part(num_steps, rows))
+        self.side, self.first = side, rows.start
         self._space = space
         self._leaves = leaves
         self._nested = len(leaves) != 1 or bool(leaves[0].path)
@@ -168,33 +185,15 @@ class FragmentColumns(FragmentArrays):
         return bad
 
 
-class Picked:
-    """The drift sample of one fragment: states chosen in advance, by each slot's own random stream."""
-
-    def __init__(self, streams: Streams, slots: list[int], request: RunFragment) -> None:
-        states: list[tuple[int, int]] = []
-        if request.sample_every:
-            within = min(request.num_steps, request.sample_within or request.num_steps)
-            states = streams.pick(slots, request.incarnations, within, request.sample_every)
-        self._types = [np.min_scalar_type(limit) for limit in (request.num_steps, len(slots))]  # small: they are sent
-        self._columns_at: dict[int, list[int]] = {}
-        for t, k in states:
-            self._columns_at.setdefault(t, []).append(k)
-        self._order = iter(self._columns_at)
-        self.next_t = next(self._order, -1)
-        self._params: list[Any] = []
-
-    def take(self, t: int, params: Any) -> None:
-        self._params.append(params[self._columns_at[t]])
-        self.next_t = next(self._order, -1)
-
-    def samples(self) -> DriftSamples | None:
-        if not self._params:
-            return None
-        taken = list(self._columns_at.items())[: len(self._params)]
-        t = np.array([at for at, columns in taken for _ in columns], self._types[0])
-        k = np.array([k for _, columns in taken for k in columns], self._types[1])
-        return DriftSamples(t, k, np.concatenate(self._params))
+def _pick(streams: Streams, slots: list[int], request: RunFragment) -> tuple[Any, Any] | None:
+    """Choose the states of the drift sample by each slot's own random stream; return their (t, column), by t."""
+    if not request.sample_every:
+        return None
+    within = min(request.num_steps, request.sample_within or request.num_steps)
+    states = streams.pick(slots, request.incarnations, within, request.sample_every)
+    types = [np.min_scalar_type(limit) for limit in (request.num_steps, len(slots))]  # small: they are sent
+    t, k = (np.array(values, dtype) for values, dtype in zip(zip(*states, strict=True), types, strict=True))
+    return t, k
 
 
 def _pack_finals(finals: list[tuple[int, int, Any]], space: Any, leaves: tuple[Leaf, ...]) -> Finals:
@@ -213,5 +212,5 @@ def _pack_finals(finals: list[tuple[int, int, Any]], space: Any, leaves: tuple[L
     return Finals(t, np.array([k for _, k, _ in finals], dtype=np.int64), arrays)
 
 
-def _to_numpy(state: Any, rows: int) -> Any:
-    return map_arrays(lambda value: np.array(value[:rows].numpy() if hasattr(value, "numpy") else value[:rows]), state)
+def _first_rows(state: Any, rows: int) -> Any:
+    return map_arrays(lambda value: np.array(to_numpy(value[:rows])), state)

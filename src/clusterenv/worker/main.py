@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clusterenv.memory.progress import BELL, PROGRESS_BYTES
+from clusterenv.memory.progress import BELL, LINK, PROGRESS_BYTES
 from clusterenv.system.orphans import become_subreaper
 from clusterenv.wire.channel import FrameReader, encode, encode_quick, open_request
 from clusterenv.wire.requests import Close
+from clusterenv.worker.compressing import FragmentPacker
 from clusterenv.worker.dispatch import Dispatcher
 from clusterenv.worker.network_answers import NetworkAnswers
 from clusterenv.worker.output import MarkedOutput
@@ -76,10 +77,16 @@ def run(index: int, channel: socket.socket, memory: SharedMemory, makers: Any, s
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
     _seed_global_generators()
 
-    dispatcher = Dispatcher(makers, config.mode, config.check, progress, _Mapped(memory))
+    mapped = _Mapped(memory)
+    dispatcher = Dispatcher(makers, config.mode, config.check, progress, mapped)
     receiver = _Receiver(channel, progress, config.spin_s)
     reader = FrameReader(open_request, allow_pickle=not setup.is_named)
-    network = None if config.plain is None else NetworkAnswers(channel, config.plain)
+    network = None
+    if config.plain is not None:
+        packer = FragmentPacker(
+            config.compress, config.codecs, lambda: 1e3 * progress[LINK], time.monotonic, time.thread_time
+        )
+        network = NetworkAnswers(channel, config.plain, mapped.fragments, packer)
 
     def send_here(reply: Any) -> None:
         channel.sendall(encode(reply))

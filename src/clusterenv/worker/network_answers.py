@@ -7,12 +7,13 @@ an environment, or is left out and named.
 from __future__ import annotations
 
 import math
+import mmap
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from clusterenv.errors import NotPlainError
-from clusterenv.memory.fragments import ArenaLayout
+from clusterenv.memory.fragments import Arena, ArenaLayout, FragmentArrays, Side
 from clusterenv.memory.rows import Layout
 from clusterenv.memory.transfer import fragment_sizes, row_bytes
 from clusterenv.wire import infos as info_columns
@@ -26,6 +27,7 @@ from clusterenv.wire.channel import (
 )
 from clusterenv.wire.parts import BESIDE_BYTES, RECORD_BYTES, RESULT_BYTES, size_of, split
 from clusterenv.wire.requests import Built, Fault, FragmentResult, PlayedEpisode, Reply
+from clusterenv.worker.compressing import FragmentPacker
 
 __all__ = ["NetworkAnswers"]
 
@@ -37,11 +39,21 @@ class NetworkAnswers:
 
     Args:
         other: what to do with values that are not plain data.
+        map_fragments: maps the memory of fragments.
     """
 
-    def __init__(self, channel: socket.socket, other: Literal["refuse", "repr"]) -> None:
+    def __init__(
+        self,
+        channel: socket.socket,
+        other: Literal["refuse", "repr"],
+        map_fragments: Callable[[], mmap.mmap],
+        packer: FragmentPacker,
+    ) -> None:
         self._channel = channel
         self._other: Literal["refuse", "repr"] = other
+        self._map_fragments = map_fragments
+        self._packer = packer
+        self._sides: list[Side] = []
         self._request: Any = None
         self._rows: Layout | None = None
         self._fragments: ArenaLayout | None = None
@@ -53,6 +65,7 @@ class NetworkAnswers:
             self._rows = request.layout
         elif isinstance(request, requests.MapArena):
             self._fragments = request.layout
+            self._sides = Arena(request.layout, self._map_fragments()).sides
 
     def send(self, reply: Reply | Built) -> None:
         for data in self._encoded(reply):
@@ -62,16 +75,17 @@ class NetworkAnswers:
         brings = brings_of(self._request, reply)
         reply = _shortened(reply)
         if isinstance(reply, Reply):
-            reply = self._within_limits(reply)
+            reply, packed = self._packed(self._within_limits(reply))
             for part in split(reply):
                 try:
-                    data = encode_plain(part, self._other, brings)
+                    data = encode_plain(part, self._other, brings, packed)
                 except NotPlainError as error:
-                    yield encode_plain(self._without(reply, f"{error}"), self._other, brings)
+                    yield encode_plain(self._without(reply, f"{error}"), self._other, brings, packed)
                     return
-                if not isinstance(part.result, list) and len(data) > self._limit(reply):
-                    text = f"infos and objects take {len(data)} bytes, and at most {self._limit(reply)} can be sent"
-                    yield encode_plain(self._without(reply, text), self._other, brings)
+                size = len(data) - sum(map(len, packed.values()))
+                if not isinstance(part.result, list) and size > self._limit(reply):
+                    text = f"infos and objects take {size} bytes, and at most {self._limit(reply)} can be sent"
+                    yield encode_plain(self._without(reply, text), self._other, brings, packed)
                     return
                 yield data
             return
@@ -79,6 +93,15 @@ class NetworkAnswers:
             yield encode_plain(with_portable_spaces(reply), self._other, brings)
         except NotPlainError as error:
             yield encode_plain(Reply(reply.request, [], faults=[_fault(-1, f"{error}")]), brings=brings)
+
+    def _packed(self, reply: Reply) -> tuple[Reply, dict[int, bytes]]:
+        """Pack the observations of a fragment where that is worth it."""
+        if not isinstance(self._request, requests.RunFragment) or not reply.slots:
+            return reply, {}
+        side, done = self._sides[self._request.side], reply.result.num_steps
+        columns = slice(reply.slots[0], reply.slots[-1] + 1)
+        packed, result = self._packer.pack(FragmentArrays(side.specs, side.part(done, columns)), reply.result)
+        return reply._replace(result=result), packed
 
     def _limit(self, reply: Reply) -> int:
         """Return how many bytes may be sent beside the rows of an answer."""

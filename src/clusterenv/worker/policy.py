@@ -18,12 +18,14 @@ from clusterenv.memory.progress import INIT, POLICY
 from clusterenv.memory.rows import assemble
 from clusterenv.policy.acting.base import PAD, Actor, pad_rows
 from clusterenv.policy.acting.distributions import Family, mask_logits, stack_masks
-from clusterenv.policy.acting.named import Named, prepare_named
+from clusterenv.policy.acting.named import prepare_plain
 from clusterenv.policy.acting.random_streams import Streams
 from clusterenv.policy.weights.encoding import decode
+from clusterenv.rollout import map_arrays, to_numpy
 from clusterenv.wire.requests import Act, Acted, Finals, FragmentResult, LoadWeights, Reply, SetPolicy, Step
 from clusterenv.worker.envs import EnvGroup
 from clusterenv.worker.key_watch import KeyWatch
+from clusterenv.worker.vector_env import VectorGroup
 
 __all__ = ["WorkerPolicy", "not_finite", "pad_starts", "policy_failed"]
 
@@ -31,7 +33,7 @@ __all__ = ["WorkerPolicy", "not_finite", "pad_starts", "policy_failed"]
 class WorkerPolicy:
     """One per worker, beside its `EnvGroup`. `actor` is None until a policy has been built."""
 
-    def __init__(self, group: EnvGroup, observation_space: Any, action_space: Any) -> None:
+    def __init__(self, group: EnvGroup | VectorGroup, observation_space: Any, action_space: Any) -> None:
         self._group = group
         self._space, self._action_space = observation_space, action_space
         self.actor: Actor | None = None
@@ -50,22 +52,26 @@ class WorkerPolicy:
         self.actor = None
         recipe, family = request.recipe, request.family
         try:
-            if isinstance(recipe, Named):
-                prepared = prepare_named(recipe, self._space, self._action_space)
-                actor, family = prepared.recipe.build(), prepared.family
-            else:
+            if isinstance(recipe, bytes):
                 actor = pickle.loads(recipe).build()
-            self.state = actor.initial_state(-(-len(self._group.slots) // PAD) * PAD)
+            else:
+                prepared = prepare_plain(recipe, self._space, self._action_space)
+                actor, family = prepared.recipe.build(), prepared.family
+            self.use(actor, family, request.mask, request.seed, request.info_keys)
         except Exception as error:  # user code: reported to the head, which raises it
             return policy_failed(request.request, "the policy could not be built on a worker", error)
-        self.actor, self.family = actor, family
-        self.mask = request.mask
-        self._mask_in_obs = request.mask is not None and request.mask in getattr(self._space, "spaces", {})
-        self.streams = Streams(request.seed)
-        self.info_keys = request.info_keys
-        self.watch = KeyWatch(None if self._mask_in_obs else request.mask, request.info_keys)
-        self.version = -1
         return Reply(request.request, [])
+
+    def use(self, actor: Actor, family: Family, mask: str | None, seed: int, info_keys: tuple[str, ...]) -> None:
+        """Act with this actor from now on."""
+        self.state = actor.initial_state(-(-len(self._group.slots) // PAD) * PAD)
+        self.actor, self.family = actor, family
+        self.mask = mask
+        self._mask_in_obs = mask is not None and mask in getattr(self._space, "spaces", {})
+        self.streams = Streams(seed)
+        self.info_keys = info_keys
+        self.watch = KeyWatch(None if self._mask_in_obs else mask, info_keys)
+        self.version = -1
 
     def load(self, request: LoadWeights, memory: memoryview) -> Reply:
         if self.actor is None:
@@ -95,14 +101,13 @@ class WorkerPolicy:
         sides = buffers.side[group.rows]
         everyone = np.arange(group.first, group.first + count)
         obs = assemble(self._space, iter([shared[sides, everyone] for shared in buffers.obs]))
-        starts = np.array([group.clock == began for began in group.began])
+        starts = group.lengths() == 0
         params, self.state = actor.forward(pad_rows(obs, count), self.state, pad_starts(starts))
         columns = [slot - group.first for slot in slots]
         params = params[:count]
         if self.mask is not None:
-            for slot, info in group.recent.items():
+            for slot, info in group.take_recent().items():
                 self.masks[slot - group.first] = info.get(self.mask)
-            group.recent.clear()
             params = mask_logits(params, self.allowed(obs, params))
         noise = self.streams.draw(slots, act.incarnations, 1, family.noise, family.noise_size)[0]
         params = params[columns]
@@ -113,15 +118,32 @@ class WorkerPolicy:
         buffers.actions[0][slots] = for_env
         return Acted(slots, actions, logprobs, self.version)
 
-    def allowed(self, obs: Any, params: Any) -> Any:
-        """Return the action masks of all rows, from these observations or from the last infos."""
+    def state_of(self, rows: Any) -> Any:
+        """Return the recurrent state of these environments, padded, as the actor takes it."""
+        assert self.actor is not None
+        return self.actor.like_state(map_arrays(lambda v: pad_rows(to_numpy(v)[rows], len(rows)), self.state))
+
+    def put_state(self, rows: Any, state: Any) -> None:
+        """Replace the recurrent state of these environments."""
+        assert self.actor is not None
+
+        def put(whole: Any, part: Any) -> Any:
+            new = np.array(to_numpy(whole))
+            new[rows] = to_numpy(part)[: len(rows)]
+            return new
+
+        self.state = self.actor.like_state(map_arrays(put, self.state, state))
+
+    def allowed(self, obs: Any, params: Any, rows: Any = None) -> Any:
+        """Return the action masks of these environments (None: all), from their observations or the last infos."""
         assert self.mask is not None
+        rows = range(len(self.masks)) if rows is None else rows
         if self._mask_in_obs:
             mask = np.asarray(obs[self.mask], dtype=np.bool_).reshape(params.shape)
         else:
-            mask = stack_masks(self.masks, params.shape[1])
+            mask = stack_masks([self.masks[k] for k in rows], params.shape[1])
         if not mask.any(axis=1).all():
-            k = int(np.argmin(mask.any(axis=1)))
+            k = rows[int(np.argmin(mask.any(axis=1)))]
             raise PolicyError(f"the action mask of slot {self._group.slots[k]} allows no action")
         return mask
 

@@ -29,6 +29,10 @@ class WorkerConfig:
     """Answer in plain data, for the network, and refuse other values or send their repr. None: pickle answers."""
     spin_s: float = 0.0
     """How long a worker spins for its next request before it sleeps."""
+    compress: Literal["auto", "always", "never"] = "auto"
+    """Whether to pack the observations of fragments, if answers are for the network."""
+    codecs: tuple[str, ...] = ()
+    """Compressors that this machine and the head have."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,9 @@ class ForkServerSetup:
     delivered: Delivered | None
     config: WorkerConfig
     sys_path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
+    imports_onnx: bool = field(default_factory=lambda: "torch" in sys.modules)
+    """Whether to import ONNX Runtime before workers are forked, if it is installed: once, instead of in each worker. A
+    head that uses torch will probably attach a torch module."""
     authkey: bytes = field(default_factory=lambda: bytes(multiprocessing.current_process().authkey))
     """Of `multiprocessing`: lets workers connect to managers of the process that starts them."""
 

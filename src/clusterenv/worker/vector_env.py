@@ -9,103 +9,106 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from clusterenv.memory.progress import CALL, INIT, RESET, STEP
 from clusterenv.memory.rows import Buffers, assemble, bad_rows, coerce, flatten, row_writer
+from clusterenv.rollout import to_numpy
 from clusterenv.spec import Vector
 from clusterenv.wire.infos import Column, Columns, select
 from clusterenv.wire.requests import Build, Built, Call, Fault, Rebuild, Reply, Reset, SetAttr, Step, Sticky
 from clusterenv.worker.single_env import Caught, close_env, describe
 
-__all__ = ["VectorGroup"]
+__all__ = ["VectorGroup", "make_vector", "row_of"]
 
 
 class VectorGroup:
     def __init__(self, vector: Vector, mode: AutoresetMode | None, check: bool, progress: memoryview) -> None:
-        self._vector = vector
-        self._mode = mode
-        self._check = check
-        self._at = progress
-        self._venv: VectorEnv[Any, Any, Any] | None = None
-        self._slots: list[int] = []
+        self.vector = vector
+        self._requested_mode = mode
+        self.mode = AutoresetMode.NEXT_STEP  # of the vector environment
+        self.resets_some = False  # its ended episodes are reset by `reset_mask`
+        self.check = check
+        self.at = progress
+        self.venv: VectorEnv[Any, Any, Any] | None = None
+        self.slots: list[int] = []
+        self.first = 0
         self._incarnation = 0
-        self._calls: Any = None  # [K], number of the last `step` call in each slot's episode; 0: its reset
-        self._over: Any = None  # [K], the next step of this slot is its reset
+        self.calls: Any = None  # [K], number of the last `step` call in each slot's episode; 0: its reset
+        self.over: Any = None  # [K], this slot's episode has ended, and it was not reset yet
+        self.moved: set[int] | None = None  # slots reset since the last fragment; None: any may have changed
+        self._last_infos: dict[str, Any] = {}  # of the last step or reset of all slots; they may hold action masks
+        self._reset_infos: dict[int, dict[str, Any]] = {}  # of slots reset since then
 
     def build(self, request: Build) -> Built:
-        self._slots = request.slots
-        self._calls = np.zeros(len(self._slots), dtype=np.int64)
-        self._over = np.zeros(len(self._slots), dtype=np.bool_)
+        self.slots, self.first = request.slots, request.slots[0]
+        self.calls = np.zeros(len(self.slots), dtype=np.int64)
+        self.over = np.zeros(len(self.slots), dtype=np.bool_)
         self._incarnation = request.incarnations[0] if request.incarnations else 0
         if not request.make:
             return Built(request.request)
         try:
             self._make(request.seeds, [])
         except Caught as error:
-            return Built(request.request, faults=self._faults(INIT, error))
-        venv = self._venv
+            return Built(request.request, faults=self.fail(INIT, error))
+        venv = self.venv
         assert venv is not None
         spaces = (venv.single_observation_space, venv.single_action_space)
         return Built(request.request, *spaces, dict(venv.metadata), venv.render_mode)
 
     def _make(self, seeds: list[int], stickies: list[list[Sticky]]) -> None:
-        self._at[0], self._at[1] = self._slots[0], INIT
-        venv = self._vector.fn(len(self._slots), list(seeds))
-        if not isinstance(venv, VectorEnv):
-            raise TypeError(f"Vector(fn): fn returned {type(venv).__name__}, expected a gymnasium.vector.VectorEnv")
-        if venv.num_envs != len(self._slots):
-            raise ValueError(f"Vector(fn): fn was asked for {len(self._slots)} environments, made {venv.num_envs}")
-        mode = venv.metadata.get("autoreset_mode")
-        if self._mode is not None and mode is not self._mode:
+        self.at[0], self.at[1] = self.slots[0], INIT
+        self.venv = make_vector(self.vector, len(self.slots), seeds, stickies)
+        mode = self.venv.metadata.get("autoreset_mode")
+        if self._requested_mode is not None and mode is not self._requested_mode:
             raise ValueError(
-                f"Vector(fn) resets as metadata['autoreset_mode']={mode}, but {self._mode} was requested: "
+                f"Vector(fn) resets as metadata['autoreset_mode']={mode}, but {self._requested_mode} was requested: "
                 "leave autoreset_mode out, or make the vector environment with that mode"
             )
-        self._venv = venv
-        many: Any = venv  # VectorEnv does not declare `call` and `set_attr`; Gymnasium's vector environments have them
-        for each in zip(*stickies, strict=True):  # every slot has the same ones, with its own values
-            sticky = each[0]
-            if sticky.is_call:
-                many.call(sticky.name, *sticky.args, **sticky.kwargs)
-            else:
-                many.set_attr(sticky.name, [its.args[0] for its in each])
+        self.mode = mode if isinstance(mode, AutoresetMode) else AutoresetMode.NEXT_STEP
+        can_reset_some = isinstance(self.venv.unwrapped, (SyncVectorEnv, AsyncVectorEnv))  # others do not tell
+        self.resets_some = self.mode is AutoresetMode.DISABLED or (
+            self.mode is AutoresetMode.NEXT_STEP and can_reset_some
+        )
 
     def attach(self, buffers: Buffers, observation_space: Any, action_space: Any) -> None:
-        self._buffers = buffers
+        self.buffers = buffers
         self._space = observation_space
-        self._rows = slice(self._slots[0], self._slots[-1] + 1)
+        self.rows = slice(self.slots[0], self.slots[-1] + 1)
         self._write_one = row_writer(observation_space, buffers)
 
     def step_all(self, request: int) -> Reply | None:
-        venv, buffers, rows = self._venv, self._buffers, self._rows
-        self._at[0], self._at[1] = self._slots[0], STEP
+        venv, buffers, rows = self.venv, self.buffers, self.rows
+        self.at[0], self.at[1] = self.slots[0], STEP
         try:
             if venv is None:
                 raise RuntimeError("this vector environment failed and was not started again")
             blocks = [array[rows].copy() for array in buffers.actions]
             actions = assemble(venv.single_action_space, iter(blocks))
-            self._calls += 1
-            self._calls[self._over] = 0
-            obs, rewards, terminations, truncations, infos = venv.step(actions)
+            self.moved = None
+            self.calls += 1
+            self.calls[self.over] = 0
+            obs, *values, infos = venv.step(actions)
+            rewards, terminations, truncations = map(to_numpy, values)
             self._refuse_bad_finals(infos)
             sides = self._write(obs)
             buffers.reward[rows] = rewards
             buffers.terminated[rows] = terminations
             buffers.truncated[rows] = truncations
             self._refuse_bad(sides)
-            self._over = np.logical_or(terminations, truncations)
-            if venv.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP:
-                self._calls[self._over] = 0
-                self._over[:] = False
+            self.over = np.logical_or(terminations, truncations)
+            if self.mode is AutoresetMode.SAME_STEP:
+                self.calls[self.over] = 0
+                self.over[:] = False
+            self._last_infos, self._reset_infos = infos, {}
         except Caught as error:
-            return Reply(request, self._slots, faults=self._faults(STEP, error))
+            return Reply(request, self.slots, faults=self.fail(STEP, error))
         if infos:
-            return Reply(request, self._slots, self._columns(infos))
+            return Reply(request, self.slots, self._columns(infos))
         return None
 
     def step(self, request: Step, flush: Callable[[Reply], None]) -> Reply:
-        return self.step_all(request.request) or Reply(request.request, self._slots)
+        return self.step_all(request.request) or Reply(request.request, self.slots)
 
     def reset(self, request: Reset | Rebuild) -> Reply:
         phase = INIT
@@ -116,34 +119,40 @@ class VectorGroup:
                 seeds = [0 if seed is None else seed for seed in request.seeds]
                 self._make(seeds, request.stickies)
             phase = RESET
-            self._at[0], self._at[1] = self._slots[0], RESET
-            venv = self._venv
+            self.at[0], self.at[1] = self.slots[0], RESET
+            venv = self.venv
             if venv is None:
                 raise RuntimeError("this vector environment failed and was not started again")
             seed: Any = None if all(seed is None for seed in request.seeds) else list(request.seeds)
             options = request.options
-            asked = np.isin(self._slots, request.slots)
+            asked = np.isin(self.slots, request.slots)
             if not asked.all():
                 options = {**(options or {}), "reset_mask": asked}
                 if seed is not None:
-                    seed = [dict(zip(request.slots, request.seeds, strict=True)).get(s) for s in self._slots]
+                    seed = [dict(zip(request.slots, request.seeds, strict=True)).get(s) for s in self.slots]
             obs, infos = venv.reset(seed=seed, options=options)
-            self._calls[asked], self._over[asked] = 0, False
+            self.calls[asked], self.over[asked] = 0, False
+            if self.moved is not None:
+                self.moved.update(request.slots)
+            if asked.all():
+                self._last_infos, self._reset_infos = infos, {}
+            else:
+                self._reset_infos |= {slot: row_of(infos, slot - self.first) for slot in request.slots}
             sides = self._write(obs)
-            self._buffers.reward[request.slots] = 0.0
-            self._buffers.terminated[request.slots] = False
-            self._buffers.truncated[request.slots] = False
+            self.buffers.reward[request.slots] = 0.0
+            self.buffers.terminated[request.slots] = False
+            self.buffers.truncated[request.slots] = False
             self._refuse_bad(sides)
         except Caught as error:
-            return Reply(request.request, request.slots, faults=self._faults(phase, error))
+            return Reply(request.request, request.slots, faults=self.fail(phase, error))
         columns = self._columns(infos) if infos else None
-        if columns and len(request.slots) < len(self._slots):
+        if columns and len(request.slots) < len(self.slots):
             columns = select(columns, {slot: slot for slot in request.slots})
         return Reply(request.request, request.slots, columns or None)
 
     def call(self, request: Call | SetAttr) -> Reply:
-        venv: Any = self._venv
-        self._at[0], self._at[1] = self._slots[0], CALL
+        venv: Any = self.venv
+        self.at[0], self.at[1] = self.slots[0], CALL
         try:
             if isinstance(request, SetAttr):
                 if venv is not None:  # it could not be made: its next incarnation gets the attribute
@@ -158,42 +167,73 @@ class VectorGroup:
             return Reply(request.request, [], faults=self._describe(CALL, error)[:1])
 
     def close(self) -> None:
-        venv, self._venv = self._venv, None
+        venv, self.venv = self.venv, None
         close_env(venv)
+
+    # -- fragments --------------------------------------------------------------------------------------------
+
+    def lengths(self) -> Any:
+        """Return how many steps each running episode has, [K]."""
+        return self.calls.copy()
+
+    def has_played(self, lengths: Any) -> None:
+        """Note the lengths of the running episodes after a fragment."""
+        self.calls[:] = lengths
+
+    def take_recent(self) -> dict[int, dict[str, Any]]:
+        """Return the infos of the slots that stepped or were reset since the last call."""
+        infos, resets = self._last_infos, self._reset_infos
+        self._last_infos, self._reset_infos = {}, {}
+        return {slot: row_of(infos, k) for k, slot in enumerate(self.slots) if infos} | resets
+
+    def read(self, obs: Any, count: int) -> list[Any]:
+        """Return the leaves of `count` observations as arrays; raise ValueError if they do not fit the space."""
+        values = flatten(self._space, obs)
+        return [
+            coerce(to_numpy(value), leaf, "observation", count)
+            for leaf, value in zip(self.buffers.layout.obs, values, strict=True)
+        ]
+
+    def fail(self, phase: int, error: BaseException) -> list[Fault]:
+        """Drop the vector environment after a failure, which concerns all slots; describe it for each of them."""
+        faults = self._describe(phase, error)
+        self.close()
+        return faults
+
+    # -- rows -------------------------------------------------------------------------------------------------
 
     def _write(self, obs: Any) -> Any:
         """Write the observation of each slot on its undelivered side; return these sides, [K]."""
-        sides, leaves = 1 - self._buffers.side[self._rows], self._buffers.layout.obs
+        sides = 1 - self.buffers.side[self.rows]
         is_one = (sides == sides[0]).all()  # not after a reset of some slots: only their rows were delivered
-        for leaf, array, values in zip(leaves, self._buffers.obs, flatten(self._space, obs), strict=True):
-            block = coerce(values, leaf, "observation", len(self._slots))
+        for array, block in zip(self.buffers.obs, self.read(obs, len(self.slots)), strict=True):
             if is_one:
-                array[sides[0]][self._rows] = block
+                array[sides[0]][self.rows] = block
             else:
-                array[sides, self._slots] = block
+                array[sides, self.slots] = block
         return sides
 
     def _refuse_bad(self, sides: Any) -> None:
-        if not self._check:
+        if not self.check:
             return
         for side in np.unique(sides).tolist():
-            wrong = [i for i in bad_rows(self._buffers, side, self._rows) if sides[i[0]] == side]
+            wrong = [i for i in bad_rows(self.buffers, side, self.rows) if sides[i[0]] == side]
             if wrong:
-                raise ValueError(f"slot {self._slots[wrong[0][0]]}: {wrong[0][1]}")
-        rewards = self._buffers.reward[self._rows]
+                raise ValueError(f"slot {self.slots[wrong[0][0]]}: {wrong[0][1]}")
+        rewards = self.buffers.reward[self.rows]
         if not np.isfinite(rewards).all():
-            raise ValueError(f"slot {self._slots[int(np.argmin(np.isfinite(rewards)))]}: reward is not finite")
+            raise ValueError(f"slot {self.slots[int(np.argmin(np.isfinite(rewards)))]}: reward is not finite")
 
     def _refuse_bad_finals(self, infos: dict[str, Any]) -> None:
         """Check last observations of episodes, which under SAME_STEP are infos, as if they were rows."""
         finals = infos.get("final_obs")
-        if not self._check or not isinstance(finals, np.ndarray):
+        if not self.check or not isinstance(finals, np.ndarray):
             return
         for i in np.flatnonzero(infos.get("_final_obs", ())).tolist():
-            slot = self._slots[i]
-            side = 1 - int(self._buffers.side[slot])
+            slot = self.slots[i]
+            side = 1 - int(self.buffers.side[slot])
             self._write_one(side, slot, finals[i])
-            wrong = bad_rows(self._buffers, side, [slot])
+            wrong = bad_rows(self.buffers, side, [slot])
             if wrong:
                 raise ValueError(f"slot {slot}: {wrong[0][1]}")
 
@@ -204,10 +244,10 @@ class VectorGroup:
                 continue
             mask = infos.get(f"_{key}")
             places: Any = slice(None)
-            rows = self._slots
+            rows = self.slots
             if mask is not None and not np.all(mask):
                 places = np.flatnonzero(mask)
-                rows = [self._slots[i] for i in places]
+                rows = [self.slots[i] for i in places]
             if isinstance(value, dict):
                 columns[key] = Column(rows, self._columns(value), "dict")
                 continue
@@ -220,12 +260,36 @@ class VectorGroup:
                 columns[key] = Column(rows, array, "array")
         return columns
 
-    def _faults(self, phase: int, error: BaseException) -> list[Fault]:
-        faults = self._describe(phase, error)
-        self.close()
-        return faults
-
     def _describe(self, phase: int, error: BaseException) -> list[Fault]:
-        calls = self._calls.tolist() if phase in (STEP, CALL) else [0] * len(self._slots)
-        first = describe(self._slots[0], phase, error, None, self._incarnation, 0)
-        return [first._replace(slot=slot, step=call) for slot, call in zip(self._slots, calls, strict=True)]
+        calls = self.calls.tolist() if phase in (STEP, CALL) else [0] * len(self.slots)
+        first = describe(self.slots[0], phase, error, None, self._incarnation, 0)
+        return [first._replace(slot=slot, step=call) for slot, call in zip(self.slots, calls, strict=True)]
+
+
+def make_vector(vector: Vector, count: int, seeds: list[int], stickies: list[list[Sticky]]) -> VectorEnv[Any, Any, Any]:
+    """Make a vector environment of this size, with the sticky attributes of its slots."""
+    venv = vector.fn(count, list(seeds))
+    if not isinstance(venv, VectorEnv):
+        raise TypeError(f"Vector(fn): fn returned {type(venv).__name__}, expected a gymnasium.vector.VectorEnv")
+    if venv.num_envs != count:
+        raise ValueError(f"Vector(fn): fn was asked for {count} environments, made {venv.num_envs}")
+    many: Any = venv  # VectorEnv does not declare `call` and `set_attr`; Gymnasium's vector environments have them
+    for each in zip(*stickies, strict=True):  # every slot has the same ones, with its own values
+        sticky = each[0]
+        if sticky.is_call:
+            many.call(sticky.name, *sticky.args, **sticky.kwargs)
+        else:
+            many.set_attr(sticky.name, [its.args[0] for its in each])
+    return venv
+
+
+def row_of(infos: dict[str, Any], k: int) -> dict[str, Any]:
+    """Return the info of one environment from the infos of a vector environment."""
+    row: dict[str, Any] = {}
+    for key, value in infos.items():
+        if key.startswith("_") and key[1:] in infos:
+            continue
+        mask = infos.get(f"_{key}")
+        if mask is None or mask[k]:
+            row[key] = row_of(value, k) if isinstance(value, dict) else value[k]
+    return row

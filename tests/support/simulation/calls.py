@@ -155,6 +155,12 @@ class User:
         self.actions = {}
         slots = np.flatnonzero(mask).tolist()
         others = np.flatnonzero(~mask).tolist()
+        if others and self.envs._guard.was_interrupted:
+            try:
+                self._attempt(lambda: self.envs.reset(options={"reset_mask": mask}), UsageError)
+            except UsageError:
+                return
+            self.world.fail("a reset of some slots hides the rows of others that a call did not deliver")
         if self.phase is Phase.COLLECTING or MASKED_RESET_IN_FLIGHT:
             self.ledger.give_up(others)
         try:

@@ -12,7 +12,7 @@ from gymnasium.vector.utils import batch_space
 
 from simulation.world import Died, Hangs, Produced, World
 
-__all__ = ["ACTIONS", "SimulatedEnv", "SimulatedVector"]
+__all__ = ["ACTIONS", "SimulatedEnv", "SimulatedRows", "SimulatedVector"]
 
 ACTIONS = 3
 OBSERVATION_SPACE = spaces.Box(-np.inf, np.inf, (2,), np.float64)
@@ -144,21 +144,26 @@ class SimulatedVector(VectorEnv[Any, Any, Any]):
         return self._obs.copy(), {}
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        rewards = np.zeros(self.num_envs)
-        ends = np.zeros((2, self.num_envs), dtype=np.bool_)
+        return self._step(list(range(self.num_envs)), actions)
+
+    def _step(self, rows: list[int], actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Step some of the environments; their results in this order."""
+        rewards = np.zeros(len(rows))
+        ends = np.zeros((2, len(rows)), dtype=np.bool_)
         infos: dict[str, Any] = {}
-        for i, env in enumerate(self.envs):
-            if self._over[i] and self.mode is AutoresetMode.NEXT_STEP:
-                self._obs[i], _ = env.reset()
-                self._over[i] = False
+        for i, row in enumerate(rows):
+            env = self.envs[row]
+            if self._over[row] and self.mode is AutoresetMode.NEXT_STEP:
+                self._obs[row], _ = env.reset()
+                self._over[row] = False
                 continue
-            self._obs[i], rewards[i], ends[0, i], ends[1, i], info = env.step(actions[i])
-            self._over[i] = bool(ends[:, i].any())
-            if self._over[i] and self.mode is AutoresetMode.SAME_STEP:
-                info = {"final_obs": self._obs[i].copy(), "final_info": info}
-                self._obs[i], _ = env.reset()
+            self._obs[row], rewards[i], ends[0, i], ends[1, i], info = env.step(actions[i])
+            self._over[row] = bool(ends[:, i].any())
+            if self._over[row] and self.mode is AutoresetMode.SAME_STEP:
+                info = {"final_obs": self._obs[row].copy(), "final_info": info}
+                self._obs[row], _ = env.reset()
             infos = self._add_info(infos, info, i)
-        return self._obs.copy(), rewards, *ends, infos
+        return self._obs[rows], rewards, *ends, infos
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         found = [getattr(env, name) for env in self.envs]
@@ -171,3 +176,22 @@ class SimulatedVector(VectorEnv[Any, Any, Any]):
     def close_extras(self, **kwargs: Any) -> None:
         for env in self.envs:
             env.close()
+
+
+class SimulatedRows(SimulatedVector):
+    """A vector environment whose environments can be stepped apart; which of them are done first is drawn."""
+
+    def __init__(self, world: World, first: int, num_envs: int, mode: AutoresetMode) -> None:
+        super().__init__(world, first, num_envs, mode)
+        self._world = world
+        self._sent: dict[int, Any] = {}
+
+    def send_rows(self, actions: Any, rows: Any) -> None:
+        assert not self._sent.keys() & set(rows.tolist()), "an environment is stepped that has not stepped yet"
+        self._sent |= dict(zip(rows.tolist(), actions, strict=True))
+
+    def recv_rows(self) -> tuple[Any, Any, Any, Any, Any, dict[str, Any]]:
+        draw = self._world.choices.draw
+        rows = [row for row in self._sent if draw(2)] or [next(iter(self._sent))]
+        actions = [self._sent.pop(row) for row in rows]
+        return np.array(rows), *self._step(rows, actions)

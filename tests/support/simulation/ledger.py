@@ -46,6 +46,8 @@ class Ledger:
         self._vectors = vectors
         """The slots of each vector environment; empty if there is none."""
         self.mode = mode
+        self._lacks_rows = bool(vectors) and mode is NEXT_STEP and not world.steps_rows
+        """Each reset within a fragment leaves a row at the end of its column that is not played."""
         self.views = [View() for _ in range(num_envs)]
 
     # -- single rows ------------------------------------------------------------------------------------------
@@ -115,7 +117,9 @@ class Ledger:
         if (view.may_skip or view.is_broken or is_unreported) and new.t == 0 and not ended and reward == 0.0:
             # An exception reported the loss, or a fragment did whose last rows are invalid.
             last = view.last
-            self._need(last is None or not self._world.envs[last.env].is_alive, slot, f"{_of(last)} was not lost")
+            may_begin = view.may_skip and self._lacks_rows  # a fragment that was dropped ended before a reset
+            is_lost = last is None or not self._world.envs[last.env].is_alive
+            self._need(is_lost or may_begin, slot, f"{_of(last)} was not lost")
             self._deliver(new, slot)
             view.last, view.is_broken, view.may_skip = new, False, False
             return
@@ -203,6 +207,10 @@ class Ledger:
     def _column(self, batch: Any, column: int, slot: int, finals: dict[tuple[int, int], Any], is_stream: bool) -> None:
         view, steps = self.views[slot], len(batch.rewards)
         valid = batch.valid[:, column]
+        if self._lacks_rows and not valid[0] and not batch.truncations[0, column]:
+            self._unplayed(batch, column, slot, 0, view.last, view.has_ended or view.is_broken or view.may_skip)
+            view.was_streamed = is_stream
+            return
         if not valid[0]:
             self._invalid(batch, column, slot, 0, finals)
             return
@@ -211,7 +219,12 @@ class Ledger:
         incarnation = self._world.envs[now.env].incarnation
         told = int(batch.incarnations[column])
         self._need(told == incarnation, slot, f"incarnation {told}, the environment is of {incarnation}")
+        ended = False
         for t in range(steps):
+            if self._lacks_rows and not valid[t] and not batch.truncations[t, column]:
+                self._unplayed(batch, column, slot, t, now, ended)
+                view.was_streamed = is_stream
+                return
             if not valid[t]:
                 view.last = now
                 self._invalid(batch, column, slot, t, finals)
@@ -229,18 +242,34 @@ class Ledger:
             final = finals.pop((t, column), None)
             self._need(final is not None and final[0] == done.number, slot, f"final_obs of row {t} is another")
             is_real = done.terminated or done.truncated
-            if not is_real:  # truncated because the slot moves to another node
-                self._need(t + 1 == steps and not batch.terminations[t, column], slot, "an end that was none")
+            if not is_real:  # truncated because the slot moves to another node, or its vector environment fails
+                is_last = t + 1 == steps or (self._lacks_rows and not valid[t + 1])
+                self._need(is_last and not batch.terminations[t, column], slot, "an end that was none")
                 now, view.is_broken = done, True
                 continue
             now = self._see(slot, after, "fragment") if t + 1 == steps or valid[t + 1] else done
+            if now is done and t + 1 == steps and self._lacks_rows and self._world.envs[done.env].is_alive:
+                break  # its reset is the first step of the next fragment
             if now is not done:
                 self._need(now.t == 0 and now.env == done.env, slot, f"row {t} ended and is followed by {_of(now)}")
                 self._deliver(now, slot)
             elif t + 1 == steps:  # the environment failed in its reset
                 self._need(not self._world.envs[done.env].is_alive, slot, f"no first row after {_of(done)}")
                 view.is_broken = True
-        view.last, view.has_ended, view.was_streamed = now, False, is_stream
+        view.last, view.has_ended, view.was_streamed = now, ended and now.t > 0, is_stream
+
+    def _unplayed(self, batch: Any, column: int, slot: int, t: int, last: Produced | None, has_ended: bool) -> None:
+        """Check the rows from t on, which the resets of a column have left; its episode may have begun."""
+        view = self.views[slot]
+        flags = (batch.valid, batch.terminations, batch.truncations, batch.episode_starts, batch.rewards)
+        self._need(not any(values[t:, column].any() for values in flags), slot, "rows after those that were played")
+        self._need(bool((batch.obs[t:, column] == batch.last_obs[column]).all()), slot, "observations not played")
+        now = self._see(slot, batch.last_obs[column], "fragment")
+        if last is None or now.number != last.number:
+            self._need(now.t == 0 and has_ended, slot, f"{_of(now)} follows {_of(last)}")
+            self._deliver(now, slot)
+            has_ended = view.may_skip = view.is_broken = False
+        view.last, view.has_ended = now, has_ended
 
     def _first(self, slot: int, view: View, now: Produced, starts: bool) -> None:
         last = view.last

@@ -17,14 +17,14 @@ from gymnasium.vector import AutoresetMode
 from clusterenv.engine.inputs import Exit, Stack
 from clusterenv.executors.contract import is_plain
 from clusterenv.memory.fragments import ArenaLayout
-from clusterenv.memory.progress import PROGRESS_BYTES, STOP, TICK
+from clusterenv.memory.progress import PROGRESS_BYTES, TICK
 from clusterenv.memory.rows import Layout
 from clusterenv.spec import Vector
 from clusterenv.system import interrupts
 from clusterenv.wire.requests import Evaluate, Rebuild
 from clusterenv.worker.dispatch import Dispatcher
 from clusterenv.worker.vector_env import VectorGroup
-from simulation.environment import SimulatedEnv, SimulatedVector
+from simulation.environment import SimulatedEnv, SimulatedRows, SimulatedVector
 from simulation.world import Died, Hangs, World
 
 __all__ = ["Process", "SimulatedExecutor", "Workers", "interrupt"]
@@ -103,7 +103,7 @@ class Process:
         self.exit = Exit(reason, "")
         self.inbox.clear()
         group: Any = self.dispatcher.group
-        for env in getattr(group._venv, "envs", []) if isinstance(group, VectorGroup) else group.envs:
+        for env in getattr(group.venv, "envs", []) if isinstance(group, VectorGroup) else group.envs:
             if env is not None:
                 self.world.env_gone(env.number)
 
@@ -165,9 +165,9 @@ class Workers:
         if index in self.by_index:
             self.said.append((index, Stack('Current thread 1\n  File "env.py", line 1 in step')))
 
-    def stop_early(self) -> None:
+    def signal(self, word: int, value: int) -> None:
         for at in self._progress:
-            at[STOP] = 1
+            at[word] = value
 
     # -- what may happen next ---------------------------------------------------------------------------------
 
@@ -215,7 +215,8 @@ def _maker(world: World, slot: int) -> Callable[[], SimulatedEnv]:
 
 
 def _vector(world: World, first: int, mode: AutoresetMode) -> Vector:
-    return Vector(lambda num_envs, seeds: SimulatedVector(world, first, num_envs, mode))
+    kind = SimulatedRows if world.steps_rows else SimulatedVector
+    return Vector(lambda num_envs, seeds: kind(world, first, num_envs, mode))
 
 
 def interrupt(world: World) -> None:

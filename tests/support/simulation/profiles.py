@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from clusterenv.vector.phases import Phase
 
-__all__ = ["CALLS", "OF_COLLECTORS", "PROFILES", "Profile"]
+__all__ = ["CALLS", "PROFILES", "Profile"]
 
 CALLS: dict[Phase, tuple[str, ...]] = {
     Phase.NEW: (
@@ -41,12 +41,18 @@ CALLS: dict[Phase, tuple[str, ...]] = {
         "reset",
         *["misuse"] * 4,
     ),
-    Phase.INTERRUPTED: (*["reset"] * 6, "reset_async", "call", "call_async", "set_attr", "load", *["misuse"] * 3),
+    Phase.INTERRUPTED: (
+        *["reset"] * 6,
+        "masked reset",
+        "reset_async",
+        "call",
+        "call_async",
+        "set_attr",
+        "load",
+        *["misuse"] * 3,
+    ),
 }
 """The calls that the user may make in each phase, as often as they are likely."""
-
-OF_COLLECTORS = ("rollout", "stream", "evaluate", "step with a policy")
-"""Calls that vector environments refuse."""
 
 
 @dataclass(frozen=True)

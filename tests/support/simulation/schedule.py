@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from gymnasium.vector import AutoresetMode
 
 import clusterenv.env as env_module
@@ -28,7 +29,7 @@ from simulation.processes import SimulatedExecutor
 from simulation.profiles import PROFILES
 from simulation.world import FAULTS, Failure, World
 
-__all__ = ["Outcome", "opened", "run", "shortest"]
+__all__ = ["Outcome", "opened", "run", "shortest", "step_interrupted"]
 
 NUM_EVENTS = 220
 MODES = (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED)
@@ -123,6 +124,25 @@ def opened(
             envs.close()
 
 
+def step_interrupted(envs: Any) -> None:
+    """Step all environments, and press Ctrl-C when the first worker has answered."""
+    executor = envs._driver.executor
+    run_worker = executor.run
+
+    def run_and_press(index: int) -> None:
+        run_worker(index)
+        interrupts.STATE.pending = True
+
+    executor.run = run_and_press
+    try:
+        envs.step(np.zeros(envs.num_envs, np.int64))
+    except KeyboardInterrupt:
+        return
+    finally:
+        executor.run = run_worker
+    raise AssertionError("Ctrl-C did not end the step")
+
+
 def run(
     seed: int | None = None,
     recorded: Sequence[int] | None = None,
@@ -155,6 +175,7 @@ def _run(world: World, num_events: int) -> None:
     num_envs = workers * (1 + draw(2)) + draw(2)
     nodes = min(workers, draw(3)) if draw(2) else 0
     is_vector = not profile.script and draw(4) == 3
+    world.steps_rows = is_vector and draw(2) == 1
     if profile.rates is None:
         for fault in FAULTS:
             world.rates[fault] = (0.0, 0.0, RATES[fault], RATES[fault] * 3)[draw(4)]

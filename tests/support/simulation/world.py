@@ -110,6 +110,8 @@ class World:
     """Slot and phase of the running environment."""
     calm: bool = False
     """No more faults happen."""
+    steps_rows: bool = False
+    """Vector environments can step some of their environments."""
 
     def event(self, kind: str, text: str = "") -> None:
         self.num_events += 1

@@ -188,17 +188,21 @@ def end_episodes(side: FragmentArrays, first: int, count: int, result: FragmentR
 
     `first`, `count`: the columns of `side` that belong to the fragment.
     """
-    t, columns = result.num_steps - 1, slice(first, first + count)
-    if t < 0:
-        return result
-    ended = side.terminations[t, columns] | side.truncations[t, columns]
-    open_ones = np.flatnonzero(side.valid[t, columns] & ~ended)
-    side.truncations[t, first + open_ones] = True
+    columns = slice(first, first + count)
+    # The last row of each column: with vector environments, columns of one fragment may have different lengths.
+    last = side.valid[: result.num_steps, columns].sum(axis=0) - 1
+    played = np.flatnonzero(last >= 0)
+    t = last[played]
+    ended = side.terminations[t, first + played] | side.truncations[t, first + played]
+    is_lost = (t + 1 < result.num_steps) & side.truncations[np.minimum(t + 1, result.num_steps - 1), first + played]
+    open_ones = ~ended & ~is_lost
+    t, who_ends = t[open_ones], played[open_ones]
+    side.truncations[t, first + who_ends] = True
     when, who, known = result.finals
-    last = [leaf[t + 1, first + open_ones] for leaf in side.obs]
+    last_obs = [leaf[t + 1, first + who_ends] for leaf in side.obs]
     finals = Finals(
-        np.append(when, np.full(len(open_ones), t)),
-        np.append(who, open_ones),
-        [np.concatenate(pair) for pair in zip(known, last, strict=True)],
+        np.append(when, t),
+        np.append(who, who_ends),
+        [np.concatenate(pair) for pair in zip(known, last_obs, strict=True)],
     )
     return result._replace(finals=finals)

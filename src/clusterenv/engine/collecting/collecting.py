@@ -23,7 +23,7 @@ from clusterenv.events import Event
 from clusterenv.memory.fragments import Arena, ArenaLayout, FragmentArrays, Side, empty_arrays
 from clusterenv.memory.rows import leaves_of
 from clusterenv.policy.acting.distributions import Family
-from clusterenv.policy.acting.named import Named
+from clusterenv.policy.acting.named import Plain
 from clusterenv.wire.requests import (
     Evaluate,
     FragmentResult,
@@ -42,7 +42,7 @@ __all__ = ["Attached", "Collecting", "Samples", "of_slots"]
 class Attached(NamedTuple):
     """A policy as it is sent to workers."""
 
-    recipe: bytes | Named
+    recipe: bytes | Plain
     family: Family
     mask: str | None
     seed: int
@@ -108,6 +108,9 @@ class Collecting:
             leaf[0, slots] = values
         return arrays, self._state.incarnations_of(slots)
 
+    def incarnations_of(self, slots: list[int]) -> list[int]:
+        return self._state.incarnations_of(slots)
+
     def close(self) -> None:
         self._arena = None  # views would keep the shared memory open
 
@@ -150,7 +153,7 @@ class Collecting:
         if worker.policy_epoch != state.weights.policy_epoch:
             worker.policy_epoch = state.weights.policy_epoch
             message = SetPolicy(state.requests.next_number(), *self._policy)
-            if isinstance(message.recipe, Named):
+            if not isinstance(message.recipe, bytes):
                 message = message._replace(family=None)
             state.ask(index, Kind.POLICY, worker.slots, message, now_s)
             state.weights.of(index).policy_changed(index)

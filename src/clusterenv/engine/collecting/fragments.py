@@ -51,6 +51,8 @@ class Fragment:
     """False: it was abandoned while it ran. Its slots advance nevertheless."""
     is_late: bool = field(default=False, init=False)
     """Its rollout was delivered without it: it belongs to the next one."""
+    was_lost: bool = field(default=False, init=False)
+    """Its worker was lost while it ran, and it is to run again."""
     is_last: bool = field(default=False, init=False)
     """Its slots move to another node: episodes that would continue after it are truncated."""
     result: FragmentResult | None = field(default=None, init=False)
@@ -170,12 +172,10 @@ class Fragments:
                 continue
             if self.mode is not Mode.ROLLOUT or not fragment.is_wanted:
                 self._of[worker].remove(fragment)
-            elif self.on_loss == "mask":
+            elif self.on_loss == "mask" or fragment.is_late:  # a late one: the next rollout has to report its loss
                 self._arrive(fragment, None)
-            elif fragment.is_late:
-                self._of[worker].remove(fragment)  # the next rollout has another one
             else:
-                fragment.state = FragmentState.QUEUED
+                fragment.state, fragment.was_lost = FragmentState.QUEUED, True
         if self.mode is Mode.ROLLOUT and not any(self):
             self._clear()
 
@@ -191,11 +191,13 @@ class Fragments:
     def pop_rollout(self) -> list[Fragment]:
         """Return the fragments of a rollout, by worker: of those that have not arrived, an empty one without a result.
 
-        Those that run are late. They are delivered with the next rollout.
+        Those that run are late. They are delivered with the next rollout. One that waits to run again does not: the
+        next call may be a step, so this rollout has to report its loss.
         """
         taken, running, rollout = [], self.running, (self.mode, self.num_steps, self.owner)
         for fragment in self:
-            if fragment.state is not FragmentState.ARRIVED:
+            is_lost = fragment.was_lost and fragment.state is FragmentState.QUEUED
+            if fragment.state is not FragmentState.ARRIVED and not is_lost:
                 fragment = Fragment(fragment.worker, fragment.side, 0)
             taken.append(fragment)
         self._clear()

@@ -7,6 +7,7 @@ Before a machine's workers are asked to collect, `decide` applies the rule to th
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from clusterenv.policy.weights.packing import takes_steps
 from clusterenv.rollout import Rollout, map_arrays
 
 __all__ = ["Synchronization"]
+
+Forms = Iterable[tuple[str, str]]
 
 
 class Synchronization:
@@ -119,9 +122,10 @@ class Synchronization:
 
     # -- fragments --------------------------------------------------------------------------------------------
 
-    def delivered(self, worker: int, version: int, fragment_bytes: int) -> Standing:
+    def delivered(self, worker: int, version: int, fragment_bytes: int, saved_bytes: int, forms: Forms) -> Standing:
         """Record that a fragment acted by `version` goes to the learner. Return how stale it is now.
 
+        `saved_bytes`: by packing; `forms`: how the leaves of its observations were sent.
         Note its samples first. In a stream the newest version has changed since the fragment was requested.
         """
         machine = self._ledger.of(worker)
@@ -131,6 +135,8 @@ class Synchronization:
         standing = Standing(version, latest, *self.exchange.drift_of(assigned, version))
         node.lags[standing.lag] += 1
         node.fragment_bytes += fragment_bytes
+        node.fragment_bytes_sent += fragment_bytes - saved_bytes
+        node.compression.update(forms)
         if assigned is not None and version == assigned.version:
             machine.acted[worker] += 1
         return standing
@@ -176,7 +182,7 @@ class Synchronization:
     def stats(self) -> dict[str, Any]:
         ledger = self._ledger
         nodes = [node.as_dict(ledger.version_of(i) if self.is_attached else -1) for i, node in enumerate(self.nodes)]
-        sums = ("pulls", "weight_bytes", "evaluation_bytes", "drift_bytes", "fragment_bytes")
+        sums = ("pulls", "weight_bytes", "evaluation_bytes", "drift_bytes", "fragment_bytes", "fragment_bytes_sent")
         stalest = max(nodes, key=lambda node: -1.0 if node["drift"] is None else node["drift"])
         return {
             **{name: sum(node[name] for node in nodes) for name in sums},

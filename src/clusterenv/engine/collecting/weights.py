@@ -58,6 +58,10 @@ class Node:
     """Weights sent only for evaluations."""
     drift_bytes: int = field(default=0, init=False)
     fragment_bytes: int = field(default=0, init=False)
+    """Of fragments before they were packed."""
+    fragment_bytes_sent: int = field(default=0, init=False)
+    compression: dict[str, str] = field(default_factory=dict, init=False)
+    """Leaf of the observations → how it was sent with the last fragment, or why as it is."""
     lags: Counter[int] = field(default_factory=Counter, init=False)
     """Versions behind the newest when a fragment was delivered to the learner → number of fragments."""
 
@@ -73,6 +77,8 @@ class Node:
             "evaluation_bytes": self.evaluation_bytes,
             "drift_bytes": self.drift_bytes,
             "fragment_bytes": self.fragment_bytes,
+            "fragment_bytes_sent": self.fragment_bytes_sent,
+            "compression": dict(self.compression),
             "lags": dict(sorted(self.lags.items())),
         }
 

@@ -50,6 +50,10 @@ class Prepared(NamedTuple):
     description: str
     """The recognised shape, for the log."""
     is_recurrent: bool = False
+    runtime: str = "numpy"
+    """What runs the forward pass on workers: "onnx", "torch" or "numpy"."""
+    reason: str = ""
+    """Why this runtime."""
 
 
 @runtime_checkable

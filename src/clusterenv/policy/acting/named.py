@@ -1,7 +1,8 @@
-"""Send a policy by name, for nodes that accept no pickled code.
+"""Send a policy as plain data, for nodes that accept no pickled code.
 
-The node imports the class, instantiates it with plain arguments, and prepares it itself; weights follow as arrays.
-Only policy classes are instantiated: calling an arbitrary importable object could do anything.
+An exported policy is a graph. Of another one the node gets the name: it imports the class, instantiates it with plain
+arguments, and prepares it itself. Weights follow as arrays. Only policy classes are instantiated: calling an arbitrary
+importable object could do anything.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from gymnasium import Space
 
 from clusterenv.errors import PolicyError
 from clusterenv.policy.acting.base import Policy, Prepared
+from clusterenv.policy.acting.distributions import family_for
+from clusterenv.policy.onnx.actor import OnnxRecipe
 
-__all__ = ["Named", "class_at", "named", "prepare_named"]
+__all__ = ["Named", "Plain", "as_plain", "class_at", "prepare_plain"]
 
 
 class Named(NamedTuple):
@@ -28,8 +31,13 @@ class Named(NamedTuple):
     """Of `TorchPolicy`."""
 
 
-def named(policy: Policy) -> Named:
-    """Return the name and arguments of this policy; raise PolicyError if it can only be sent as code."""
+Plain = Named | OnnxRecipe
+
+
+def as_plain(policy: Policy, prepared: Prepared) -> Plain:
+    """Return this policy as plain data; raise PolicyError if it can only be sent as code."""
+    if isinstance(prepared.recipe, OnnxRecipe):
+        return prepared.recipe
     describe = getattr(policy, "describe", None)
     if describe is None:
         raise PolicyError(
@@ -56,7 +64,9 @@ def class_at(path: str) -> type:
     return kind
 
 
-def prepare_named(given: Named, observation_space: Space[Any], action_space: Space[Any]) -> Prepared:
+def prepare_plain(given: Plain, observation_space: Space[Any], action_space: Space[Any]) -> Prepared:
+    if isinstance(given, OnnxRecipe):
+        return Prepared(given, family_for(given.family, action_space), None, "exported")
     made = class_at(given.path)(**given.kwargs)
     if isinstance(made, Policy):
         return made.prepare(observation_space, action_space)

@@ -1,15 +1,17 @@
-"""`TorchPolicy`: run copies of a torch module on the workers' CPUs, in eval mode; the head's module stays untouched.
+"""`TorchPolicy`: run a torch module on the workers' CPUs, in eval mode; the head's module stays untouched.
 
-The module's structure is sent once, its acting weights with each version. This file is imported only when a torch
-module is attached.
+Its forward pass is exported, so that workers need no torch; what cannot be exported runs as a copy of the module. The
+structure is sent once, the acting weights with each version. This file is imported only when a torch module is
+attached.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,17 +19,21 @@ from gymnasium import Space
 
 from clusterenv.arguments import expect, shown
 from clusterenv.errors import PolicyError
-from clusterenv.policy.acting.base import PAD, Prepared
+from clusterenv.policy.acting.base import PAD, Actor, Prepared, Recipe
 from clusterenv.policy.acting.distributions import Family, family_for
 from clusterenv.policy.acting.named import Named, class_at
 from clusterenv.policy.acting.shapes import LOOKED_FOR, call_module, candidates, example_for, from_distribution, pack
 from clusterenv.policy.acting.torch_actor import Forward, FromDist, TorchRecipe, hollow, to_tensor
+from clusterenv.policy.acting.torch_head import TorchHeadActor, device_of
+from clusterenv.policy.onnx.errors import NotExportable
 from clusterenv.policy.weights.encoding import Weights
 from clusterenv.rollout import map_arrays
 
 __all__ = ["TorchPolicy"]
 
 _TOLERANCE = 1e-4
+
+Runtime = Literal["auto", "onnx", "torch"]
 
 
 class TorchPolicy:
@@ -46,8 +52,12 @@ class TorchPolicy:
         initial_state: recurrent policies: `initial_state(rows)` returns the state before the first observation, a
             (nested tuple of) tensor [rows, ...]. `dist` must reset the state itself where `episode_start` is 1.
         action_mask: key of the observation, or of the infos, that holds the allowed actions.
-        made_by: for nodes that accept no pickled code (`allow_pickle=False`): how they construct the module
-            themselves, as `("package.module:Class", {arguments})`. `dist` must then be None or a name.
+        made_by: for nodes that accept no pickled code (`allow_pickle=False`), if the policy runs in torch: how they
+            construct the module themselves, as `("package.module:Class", {arguments})`. `dist` must then be None or a
+            name.
+        runtime: "onnx" exports the forward pass, which workers then run with ONNX Runtime instead of torch; "torch"
+            runs copies of the module; "auto" exports if `onnxruntime` is installed and the exported policy agrees with
+            torch. `collector.stats()["policy"]` tells which of them runs, and why.
         epsilon, noise: for "epsilon-greedy" and "deterministic"; a number, or one per slot. May change at any time.
 
     Observations arrive as tensors [B, ...]: floats and 8-bit images as float32, other integers as they are.
@@ -62,7 +72,8 @@ class TorchPolicy:
         (32,)
     """
 
-    packages = ("torch",)
+    packages: tuple[str, ...] = ("torch",)
+    """What workers need to run this policy; known once it is prepared."""
 
     def __init__(
         self,
@@ -73,6 +84,7 @@ class TorchPolicy:
         initial_state: Callable[[int], Any] | None = None,
         action_mask: str | None = None,
         made_by: tuple[str, dict[str, Any]] | None = None,
+        runtime: Runtime = "auto",
         epsilon: Any = 0.0,
         noise: Any = 0.0,
     ) -> None:
@@ -83,6 +95,7 @@ class TorchPolicy:
         expect("TorchPolicy", "acting", acting, Sequence[str] | None)
         expect("TorchPolicy", "initial_state", initial_state, Callable[..., Any] | None)
         expect("TorchPolicy", "action_mask", action_mask, str | None)
+        expect("TorchPolicy", "runtime", runtime, Runtime)
         self.module = module
         self.epsilon = epsilon
         self.noise = noise
@@ -91,6 +104,8 @@ class TorchPolicy:
         self._initial_state = initial_state
         self._mask = action_mask
         self._made_by = made_by
+        self._runtime: Runtime = runtime
+        self._refused = ""  # why an exported policy cannot be used here
 
     # -- called by the collector ------------------------------------------------------------------------------
 
@@ -106,10 +121,24 @@ class TorchPolicy:
         else:
             forward, family, description = self._try_dist(clone, obs, action_space)
             acting = None
+        self._forward = forward
         self._travels = self._names(clone, self._acting or acting)
         self._verify_acting(clone, forward, obs)
-        recipe = TorchRecipe(hollow(clone), forward, self._initial_state)
-        return Prepared(recipe, family, self._mask, description, self._initial_state is not None)
+        recipe, runtime, self._reason = self._recipe(clone, forward, family, observation_space)
+        self.packages = ("onnxruntime",) if runtime == "onnx" else ("torch",)
+        is_recurrent = self._initial_state is not None
+        return Prepared(recipe, family, self._mask, description, is_recurrent, runtime, self._reason)
+
+    def stay_in_torch(self, reason: str) -> bool:
+        """Return whether the policy can run in torch instead, after it is prepared again."""
+        self._refused = reason
+        return self._runtime == "auto" and "onnxruntime" in self.packages
+
+    def head_actor(self) -> Actor | None:
+        """Return what acts in this process, once the policy is prepared; None: the recipe's actor, on the CPU."""
+        if device_of(self.module).type == "cpu":
+            return None
+        return TorchHeadActor(self.module, self._forward, self._initial_state, self._travels)
 
     def weights(self) -> Weights:
         state = self.module.state_dict(keep_vars=True)
@@ -133,8 +162,8 @@ class TorchPolicy:
     def describe(self) -> Named:
         if self._made_by is None:
             raise PolicyError(
-                "allow_pickle=False: say how nodes can make this module themselves, "
-                'TorchPolicy(module, made_by=("package.module:Class", {...}))'
+                f"allow_pickle=False: the policy runs in torch ({self._reason}). Say how nodes can make this module "
+                'themselves, TorchPolicy(module, made_by=("package.module:Class", {...}))'
             )
         if callable(self._dist) or self._initial_state is not None:
             raise PolicyError("allow_pickle=False: dist has to be None or a name, and the policy not recurrent")
@@ -142,9 +171,27 @@ class TorchPolicy:
         if class_at(path) is not type(self.module):
             raise PolicyError(f"made_by={path!r} is not the class of the module, {type(self.module).__qualname__}")
         acting = None if self._acting is None else list(self._acting)
-        return Named(path, dict(kwargs), {"dist": self._dist, "acting": acting, "action_mask": self._mask})
+        options = {"dist": self._dist, "acting": acting, "action_mask": self._mask, "runtime": "torch"}
+        return Named(path, dict(kwargs), options)
 
     # -- inside -----------------------------------------------------------------------------------------------
+
+    def _recipe(self, clone: Any, forward: Forward, family: Family, space: Space[Any]) -> tuple[Recipe, str, str]:
+        """Return the recipe, what runs it, and why."""
+        try:
+            if self._runtime == "torch" or self._refused:
+                raise NotExportable(self._refused or 'runtime="torch"')
+            if importlib.util.find_spec("onnxruntime") is None:
+                raise NotExportable("onnxruntime is not installed: pip install clusterenv[onnx]")
+            from clusterenv.policy.onnx.export import SAMPLES, export
+
+            samples = _sample(space, SAMPLES)
+            recipe = export(copy.deepcopy(clone), forward, samples, self._initial_state, self._travels, family.name)
+            return recipe, "onnx", "exported; its output equals torch's"
+        except NotExportable as error:
+            if self._runtime == "onnx":
+                raise PolicyError(f'runtime="onnx": the policy cannot be exported: {error}') from error
+            return TorchRecipe(hollow(clone), forward, self._initial_state), "torch", str(error)
 
     def _try_dist(self, clone: Any, obs: Any, action_space: Space[Any]) -> tuple[Forward, Family, str]:
         assert callable(self._dist)
@@ -267,11 +314,11 @@ def _snapshot(module: Any) -> Any:
     return clone
 
 
-def _sample(space: Space[Any]) -> Any:
-    """Return a batch of PAD observations of the space, the same at every call."""
+def _sample(space: Space[Any], rows: int = PAD) -> Any:
+    """Return a batch of observations of the space, the same at every call."""
     own = copy.deepcopy(space)
     own.seed(0)
-    return map_arrays(lambda *values: np.stack(values), *(own.sample() for _ in range(PAD)))
+    return map_arrays(lambda *values: np.stack(values), *(own.sample() for _ in range(rows)))
 
 
 def _plain(value: Any) -> Any:

@@ -17,7 +17,7 @@ from clusterenv.policy.acting.shapes import from_distribution, pack
 from clusterenv.policy.weights.encoding import Weights
 from clusterenv.rollout import map_arrays
 
-__all__ = ["Forward", "FromDist", "TorchRecipe", "hollow", "to_tensor"]
+__all__ = ["Forward", "FromDist", "TorchRecipe", "as_input", "hollow", "to_tensor"]
 
 Forward = Callable[..., Any]
 
@@ -131,7 +131,11 @@ def _replace_tensors(module: Any, replacement: Callable[[Any], Any]) -> None:
 
 
 def to_tensor(array: Any) -> Any:
-    tensor = torch.from_numpy(array)
+    return as_input(torch.from_numpy(array))
+
+
+def as_input(tensor: Any) -> Any:
+    """Return observations as modules get them: floats and 8-bit images as float32, other integers as they are."""
     if tensor.dtype in (torch.float64, torch.float16, torch.uint8, torch.bool):
         return tensor.float()
     return tensor

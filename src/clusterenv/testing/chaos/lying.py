@@ -13,6 +13,7 @@ import os
 import random
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,6 +118,17 @@ def _fragments(change: Callable[[FragmentResult, list[Any]], FragmentResult | No
     return lie
 
 
+def _packed(change: Callable[[bytes], bytes]) -> Lie:
+    """Send something else in place of the observations of a fragment, as if it were packed."""
+
+    def lie(message: Any, frames: list[Any]) -> list[Said] | None:
+        if not isinstance(message, Answer) or len(frames) < 3:
+            return None
+        return [(_replace(message, packed=(len(frames) - 2,)), [*frames[:-1], change(bytes(frames[-1]))])]
+
+    return lie
+
+
 def _valid_again(result: FragmentResult, arrays: list[Any]) -> FragmentResult:
     arrays[5][0] = 0
     return result
@@ -208,6 +220,12 @@ FRAGMENTS: dict[str, Lie] = {
     "a state of another size": _fragments(lambda r, a: r._replace(initial_state=np.zeros((7, 3)))),
     "an episode's length past 64 bits": _fragments(lambda r, a: r._replace(episodes=[(0, 0, 1.0, 2**70, {})])),
     "no result": _fragments(lambda r, a: None),
+    "garbage that is packed": _packed(lambda observations: b"garbage of some length"),
+    "an array as it is that is packed": _packed(lambda observations: observations),
+    "zeros without end": _packed(lambda observations: b"\1\xff\0\x21\0\0\0" + zlib.compress(bytes(200 << 20), 1)),
+    "final observations that are packed garbage": _fragments(
+        lambda r, a: r._replace(finals=r.finals._replace(leaves=[b"garbage of some length"]))
+    ),
 }
 
 CALLS: dict[str, Lie] = {

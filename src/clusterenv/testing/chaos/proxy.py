@@ -1,4 +1,4 @@
-"""A TCP proxy that breaks links: it stalls, delays, refuses and resets connections, if wanted at an exact byte.
+"""A TCP proxy that breaks links: it stalls, delays, slows, refuses and resets connections, if wanted at an exact byte.
 
 `Proxy` is the handle; run as a script, this file is the proxy's process. It needs the standard library only.
 """
@@ -26,6 +26,7 @@ Way = Literal["to_target", "to_client"]
 _CHUNK = 64 * 1024
 _BUFFER = 256 * 1024  # of its sockets: small, so that a stall soon blocks the sender
 _DELAY_LINE_CHUNKS = 512
+_SLICE_S = 0.05  # time between two sends on a limited link
 _REPLY_TIMEOUT_S = 10.0
 
 
@@ -103,6 +104,10 @@ class Proxy:
         """Delay data in each direction from now on; the rate is unchanged (up to 32 MiB in transit)."""
         self._ask("delay", seconds)
 
+    def limit(self, bytes_per_s: float | None, direction: Way) -> None:
+        """Limit the rate of each connection in this direction, with small and steady sends; None: no limit."""
+        self._ask("limit", bytes_per_s, direction)
+
     def counts(self) -> Counts:
         """Return bytes forwarded in each direction, connections and cuts."""
         return Counts(*self._ask("counts"))
@@ -128,6 +133,7 @@ class _Relay:
         self._running = asyncio.Event()
         self._running.set()
         self._delay = 0.0
+        self._rate: dict[Way, float | None] = {"to_target": None, "to_client": None}  # bytes per second
         self._passed: dict[Way, int] = {"to_target": 0, "to_client": 0}
         self._left: dict[Way, int | None] = {"to_target": None, "to_client": None}  # bytes until the cut
         self._accepted = self._cuts = 0
@@ -206,7 +212,11 @@ class _Relay:
             await asyncio.sleep(due - self._loop.time())
             rest = memoryview(data)
             while rest:
-                rest = rest[await self._send(sink, rest, way) :]
+                rate = self._rate[way]
+                sent = await self._send(sink, rest if rate is None else rest[: max(1, int(rate * _SLICE_S))], way)
+                rest = rest[sent:]
+                if rate is not None:
+                    await asyncio.sleep(sent / rate)
             await self._running.wait()
             line.task_done()
             if not data:
@@ -278,6 +288,9 @@ class _Relay:
                 self._running.set()
             case "delay":
                 (self._delay,) = args
+            case "limit":
+                rate, way = args
+                self._rate[way] = rate
             case "refuse" if args[0]:
                 self._accepting.cancel()
                 await asyncio.gather(self._accepting, return_exceptions=True)
