@@ -22,7 +22,6 @@ from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
-import psutil
 import pytest
 
 import clusterenv as ce
@@ -39,6 +38,7 @@ from clusterenv.transport.keys import Joining
 from clusterenv.wire.messages import AssignShard, Code, Failed, Lacks
 from clusterenv.worker.setup import WorkerConfig
 from namespace_cluster import pods
+from prefork import agents
 from stepping import joined, step_until
 
 SRC = Path(__file__).resolve().parents[2] / "src"
@@ -486,7 +486,7 @@ def test_a_node_that_has_none_of_the_files(tmp_path, monkeypatch, caplog):
         policy = ce.NumpyPolicy(forward, {"w": np.ones((147, 7), np.float32)}, dist="categorical")
         assert envs.get_attr("late") == (7, 7) and envs.collector(policy, seed=1).rollout(4).valid.all()
         envs.reset(seed=1)
-        (agent,) = [p for p in psutil.Process().children() if "--join" in p.cmdline()]
+        (agent,) = agents()
         agent.kill()
         step_until(envs, lambda: joined(envs) == 2, 15)
         assert envs.get_attr("late") == (7, 7)

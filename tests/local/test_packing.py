@@ -17,6 +17,7 @@ from clusterenv.policy.weights import encoding
 from clusterenv.policy.weights.packing import pack, unpack
 from clusterenv.testing import Virtual
 from policies import net, nudge
+from prefork import agents
 
 FORMS = ("fp16", "int8", "int4", "int2")
 floats = st.floats(-100, 100, width=32)
@@ -162,8 +163,6 @@ def test_weights_that_cannot_be_unpacked_are_sent_whole(monkeypatch, caplog):
 
 
 def test_a_node_that_comes_anew_gets_the_whole_again(caplog):
-    import psutil
-
     module, generator = net(2, 4), torch.Generator().manual_seed(3)
     recovery = ce.Recovery(backoff_s=(0.05, 0.1))
     backend = ce.Loopback(nodes=2, heartbeat_s=(0.2, 1.5, 4.0))
@@ -174,7 +173,6 @@ def test_a_node_that_comes_anew_gets_the_whole_again(caplog):
             assert batch.valid.all() and (batch.versions == i).all()
             nudge(module, 0.02, generator)
             if i == 3:
-                agents = [p for p in psutil.Process().children() if "--join" in p.cmdline()]
-                agents[0].kill()
+                agents()[0].kill()
         assert "could not unpack" not in caplog.text
         assert envs.stats()["events"]["node_lost"] == 1

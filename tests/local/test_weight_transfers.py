@@ -6,7 +6,6 @@ import threading
 import time
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -15,16 +14,11 @@ from clusterenv.cluster.head import Head
 from clusterenv.policy.weights import encoding
 from clusterenv.wire.messages import Withdrawn
 from policies import net, nudge
+from prefork import agents
 from toys import linear
 
 ID = "CartPole-v1"
 RECOVERY = ce.Recovery(backoff_s=(0.05, 0.1))
-
-
-def agents():
-    """Node agents of this process, in the order of their numbers."""
-    found = [p for p in psutil.Process().children() if "--join" in p.cmdline()]
-    return sorted(found, key=lambda p: p.cmdline()[p.cmdline().index("--join") + 1])
 
 
 def test_weights_sent_again_to_a_replaced_node_are_counted():

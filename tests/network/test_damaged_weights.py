@@ -12,6 +12,7 @@ import clusterenv as ce
 from clusterenv.cluster.head import Head
 from clusterenv.cluster.weight_server import WeightServer
 from clusterenv.wire.frames import CHUNK
+from prefork import agents
 from toys import linear
 
 pytestmark = [pytest.mark.network, pytest.mark.guarantee(27)]
@@ -127,8 +128,7 @@ def test_a_node_that_dies_while_it_pulls(monkeypatch, moment):
     backend = ce.Loopback(nodes=2, heartbeat_s=(0.2, 5.0, 10.0))
     with ce.ClusterEnv(ID, 4, backend=backend, recovery=RECOVERY) as envs:
         learner = Learner(envs)
-        agents = [process for process in psutil.Process().children() if "--join" in process.cmdline()]
-        victim.append(min(agents, key=lambda p: p.cmdline()[p.cmdline().index("--join") + 1]))
+        victim.append(agents()[0])
         stream = learner.collector.stream(4, timeout_s=60)
         for _ in range(4):
             learner.check(next(stream))
