@@ -89,11 +89,10 @@ def test_a_rollout_is_the_same_compressed_or_not(axis, is_dict, dtype, n, worker
     assert node["fragment_bytes_sent"] == stats["fragment_bytes_sent"]
 
 
-def test_over_loopback_nothing_is_compressed():
-    """Enough data to measure the link, which takes more than one fragment."""
+def test_a_link_within_one_machine_is_measured_too():
+    """Enough data to measure the link, which takes more than one fragment. What is chosen depends on the CPU."""
     _, stats = collect(Frames, "auto", n=32, workers=1, rollouts=4, steps=16)
-    assert stats["nodes"][0]["compression"] == {"observation": "off: the link is fast"}
-    assert stats["fragment_bytes"] == stats["fragment_bytes_sent"] > 0
+    assert stats["nodes"][0]["compression"]["observation"] != "off: the link is not measured yet"
 
 
 def test_without_zstd_zlib_is_used_and_stats_say_so(monkeypatch):

@@ -44,8 +44,8 @@ class Remote(ABC):
             are absent: with 2 of at most 4 nodes, twice `workers_per_node`.
         min_nodes: begin when this many nodes have joined and no other did for 5 s; the rest may join later. None: all.
         threads_per_worker, preload: as in `Local`.
-        compress: how the observations of fragments are sent: "auto" compresses them, without loss, where the link is
-            what limits the rate; True always, unless that saves less than a fifth; False never (docs/cluster.md).
+        compress: how the observations of fragments are sent: "auto" compresses them, without loss, where they are
+            sent sooner that way; True always, unless that saves less than a fifth; False never (docs/cluster.md).
         other_infos: what to do with infos that are not plain data: "refuse", or send their "repr".
         heartbeat_s: how fast a lost node is noticed: the time between two heartbeats, the silence after which a node
             counts as lost, and the lease after which a node without its head ends.

@@ -33,6 +33,10 @@ unacknowledged bytes; and its size."""
 
 _ENOUGH = 1 << 16  # acknowledged bytes from which the speed of a link is measured
 
+LOCAL_BYTES_PER_S = 5e8
+"""Rate of a connection within one machine: what encrypting, copying and decrypting allow, with CPUs that are idle. What
+the kernel's counters show there is how busy the machine is."""
+
 _WAITING = 4096
 """Unread messages of one connection at which its sender has to wait, and seems dead: far more than a node sends while
 the head is held up for minutes."""
@@ -326,11 +330,11 @@ class NodeSocket:
             self._link_rate.sending(size, *counters)
 
     def measured(self) -> float | None:
-        """Return the link's rate in bytes per second if a measurement is complete; infinite within one machine."""
+        """Return the link's rate in bytes per second if a measurement is complete."""
         counters = self._counters() if self._link_rate.is_measuring else None
         if counters is None or not self._link_rate.read(*counters):
             return None
-        return math.inf if self._is_local() else self._link_rate.bytes_per_s
+        return LOCAL_BYTES_PER_S if self._is_local() else self._link_rate.bytes_per_s
 
     def _is_local(self) -> bool:
         """Return whether the other end is on this machine: the head, or a tunnel to it."""

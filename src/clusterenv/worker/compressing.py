@@ -2,7 +2,7 @@
 
 Enters: fragments, and the speed of the link that the node agent measured. Leaves: packed arrays, and for each leaf a
 text that says how it is sent, or why as it is. What packing costs and saves is measured on the fragments themselves,
-when a link is slow enough, and again from time to time.
+again from time to time.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ _GAIN = 0.8
 _CPU = 2.0
 """How much longer a second of packing counts than one of sending: environments need the CPU, and in a stream they step
 while earlier fragments are sent."""
-
-_FASTEST_S = 2e-10
-"""Seconds that packing a byte takes at least, in any form: on links that are faster, nothing is measured."""
 
 _LEAST_BYTES = 1 << 14
 """Smaller arrays are sent as they are."""
@@ -138,8 +135,6 @@ class FragmentPacker:
         if self._mode == "auto" and not rate:
             return None, "off: the link is not measured yet"
         byte_s = _UNLIMITED if self._mode == "always" else 1 / rate
-        if _GAIN * byte_s < _CPU * _FASTEST_S:
-            return None, "off: the link is fast"
         if self._clock() >= leaf.measure_at:
             self._measure(leaf, rows, starts)
         form = choose(leaf.measured, byte_s)
