@@ -44,7 +44,7 @@ FILES = {**dict.fromkeys(COLLECTORS, COLLECTORS_FILE), **dict.fromkeys(STREAMS, 
 FILES |= dict.fromkeys(PULLS, PULLS_FILE)
 FILES |= dict.fromkeys(SIMULATORS, Path("benchmarks") / "simulators.py")
 OUTPUT = ROOT / "runs" / "bench"
-START_AND_STOP_S = 180
+START_AND_STOP_S = 300  # making a thousand Atari games takes two minutes
 WARMUP_S = 0.5
 START = "start"
 """Name of the section that `start.py` measures."""

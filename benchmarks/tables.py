@@ -99,6 +99,7 @@ Results = dict[str, dict[str, Series]]
 
 ACTORS = (LIMIT, "clusterenv-collect", *PEER_COLLECTORS)
 WITH_CNN = "The Nature CNN acts; rollouts of 32 steps."
+WITH_CNN_MANY = "The Nature CNN acts; rollouts of 4 steps."
 NETWORK = "Two node agents on loopback, everything encrypted, against shared memory."
 TABLES = (
     Table("CartPole-v1", "CartPole-v1", 64, (LIMIT, "clusterenv", *PEERS)),
@@ -127,6 +128,7 @@ TABLES = (
     ),
     Table("envpool-LunarLander-1024", "LunarLander-v3", 1024, OVER_ENVPOOL, ours="collect-envpool", note=ACTING),
     Table("envpool-Pong-64", "Pong-v5", 64, OVER_ENVPOOL, ours="collect-envpool", note=WITH_CNN),
+    Table("envpool-Pong-1024", "Pong-v5", 1024, OVER_ENVPOOL, ours="collect-envpool", note=WITH_CNN_MANY),
     Table("atari-64", "ALE/Pong-v5", 64, ("bare-atari", "collect-atari"), ours="collect-atari", note=WITH_CNN),
     Table(
         "network-step",
@@ -192,11 +194,12 @@ GOALS = (
     Goal("collect-LunarLander-v3", "clusterenv-collect", "cleanrl-sync", 1.8),
     *(
         Goal(f"envpool-{name}", "collect-envpool", "bare-envpool", 0.9)
-        for name in ("CartPole-64", "CartPole-1024", "LunarLander-64", "LunarLander-1024", "Pong-64")
+        for name in ("CartPole-64", "CartPole-1024", "LunarLander-64", "LunarLander-1024", "Pong-64", "Pong-1024")
     ),
     Goal("envpool-LunarLander-64", "collect-envpool", "torchrl-envpool", 1.5),
     Goal("envpool-LunarLander-64", "collect-envpool", "rllib", 3.0),
     Goal("envpool-LunarLander-64", "collect-envpool-network", "collect-envpool", 0.85),
+    Goal("envpool-Pong-64", "collect-envpool-network", "collect-envpool", 0.85),
     Goal("atari-64", "collect-atari", "bare-atari", 0.9),
     Goal("network-step", "clusterenv-network", "clusterenv", 0.7),
     Goal("network-collect", "clusterenv-collect-network", "clusterenv-collect", 0.9),

@@ -34,6 +34,7 @@ FIGURES = {
     "first_s": "first fragment, s: {}",
     "lost_steps": "lost steps: {}",
     "throughput": "throughput, of the undisturbed: {}",
+    "head_cpu": "head's CPU for 100 a second, of a core: {}",
     "memory_mib": "head memory, MiB more: {}",
     "minutes": "minutes: {}",
     "difference": "difference of scores: {}",

@@ -153,6 +153,7 @@ class Gate(Trouble):
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_a_node_that_gives_up_several_parts_is_not_taken_for_dead(tmp_path):
     """When the others have come, it gives up five parts at once, whose environments do not close in time."""
     backend = Loopback(1, max_nodes=6, heartbeat_s=(0.2, 3.0, 30.0))

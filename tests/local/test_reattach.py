@@ -77,6 +77,7 @@ def test_sigterm_while_nodes_are_awaited_leaves_those_that_are_here(tmp_path):
         it.end()
 
 
+@pytest.mark.slow
 def test_nodes_that_are_gone_are_started_again(tmp_path):
     with run(tmp_path, "Loopback") as it:
         it.start()
@@ -112,6 +113,7 @@ def test_a_head_that_cannot_listen_where_its_nodes_dial_starts_others(tmp_path):
         assert repeated(read(it.ledger)) == [] and list((tmp_path / "runs").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_was_scaled_is_resumed_as_it_was(tmp_path):
     with run(tmp_path, "Loopback", nodes=1, max_nodes=2) as it:
         head = it.start()

@@ -21,6 +21,9 @@ pytestmark = [pytest.mark.network, pytest.mark.guarantee(21)]
 TURNS, TURN_S = 12, 0.3
 """Turns with strangers, each beside one without: what else the machine does is in both."""
 
+IDLE_TURNS, IDLE_S = 4, 0.7
+"""The same while the head only listens, to measure its CPU time: the strangers use the cores, too, but not that."""
+
 KNOCKING = """
 import os, sys, time, zmq
 os.nice(19)  # elsewhere, it would have cores of its own
@@ -41,6 +44,11 @@ while True:
 def net():
     with Network(nodes=2) as made:
         yield made
+
+
+def cpu_s():
+    times = psutil.Process().cpu_times()
+    return times.user + times.system
 
 
 def test_a_hundred_handshakes_a_second(net, record_property):
@@ -72,13 +80,22 @@ def test_a_hundred_handshakes_a_second(net, record_property):
                         refused += envs.stats()["refused_keys"] - before
                         under_s += time.monotonic() - begin
                 ratios.append(rates[False] / rates[True])
+            cpu, refused_idle = {False: 0.0, True: 0.0}, 0
+            for is_alone in (False, True) * IDLE_TURNS:
+                (stranger.suspend if is_alone else stranger.resume)()
+                time.sleep(0.05)
+                before, begin_s = envs.stats()["refused_keys"], cpu_s()
+                time.sleep(IDLE_S)
+                cpu[is_alone] += cpu_s() - begin_s
+                refused_idle += envs.stats()["refused_keys"] - before
         finally:
             popen.kill()
             popen.wait()
         throughput = statistics.median(ratios)
+        head_cpu = 100 * (cpu[False] - cpu[True]) / max(1, refused_idle)  # of a core, at a hundred in a second
         record_property("throughput", throughput)
-        print(
-            f"throughput {throughput:.2f} of {min(ratios):.2f} to {max(ratios):.2f}, {refused / under_s:.0f} refused/s"
-        )
+        record_property("head_cpu", head_cpu)
+        print(f"throughput {throughput:.2f} of {min(ratios):.2f} to {max(ratios):.2f}, {refused / under_s:.0f} refused/s")
+        print(f"the head's CPU for 100 in a second: {head_cpu:.3f} of a core")
         assert refused / under_s > 20 and "node_lost" not in kinds(envs)
         assert throughput > 0.6, "on two cores, which the strangers use too; the page shows the figure"
