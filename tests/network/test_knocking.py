@@ -95,7 +95,7 @@ def test_a_hundred_handshakes_a_second(net, record_property):
         head_cpu = 100 * (cpu[False] - cpu[True]) / max(1, refused_idle)  # of a core, at a hundred in a second
         record_property("throughput", throughput)
         record_property("head_cpu", head_cpu)
-        print(f"throughput {throughput:.2f} of {min(ratios):.2f} to {max(ratios):.2f}, {refused / under_s:.0f} refused/s")
+        print(f"throughput {throughput:.2f}, {min(ratios):.2f} to {max(ratios):.2f}; {refused / under_s:.0f} refused/s")
         print(f"the head's CPU for 100 in a second: {head_cpu:.3f} of a core")
         assert refused / under_s > 20 and "node_lost" not in kinds(envs)
         assert throughput > 0.6, "on two cores, which the strangers use too; the page shows the figure"
