@@ -49,6 +49,20 @@ def stacked(steps=9, columns=3, frame=(6, 5), size=4, axis=0, step=1, dtype=np.u
 NO_STARTS = np.zeros((1, 3), bool)
 
 
+def test_rows_of_which_some_continue_are_restored_together(monkeypatch):
+    """One by one, a node with many small rows could keep the head busy for seconds."""
+    calls, restore = [], stacks.restore
+    monkeypatch.setattr(stacks, "restore", lambda *args: (calls.append(1), restore(*args)))
+    rows = stacked(steps=9, columns=64, frame=(2,))
+    rows[1:, ::3] = 255 - rows[1:, ::3]  # another episode begins
+    same(rows, Form(Stack(0, 1), ""))
+    assert len(calls) <= len(rows)
+    calls.clear()
+    before, after = rows[0], rows[1]
+    data = pack_finals(after, before, Form(Stack(0, 1), ""))
+    assert np.array_equal(unpack_finals(spec_of(rows), before, data), after) and len(calls) == 1
+
+
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.float32, np.float64])
 @pytest.mark.parametrize(

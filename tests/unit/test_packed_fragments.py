@@ -62,11 +62,20 @@ def test_the_rate_of_a_link_is_that_of_large_messages():
     assert not rate.read(500_000, 4_000)
     assert rate.read(1_005_000, 10_100) and rate.bytes_per_s == pytest.approx(100e6)
     assert not rate.is_measuring and not rate.read(2_000_000, 20_000)
-    rate.sending(1_000_000, 2_000_000, 20_000)
-    rate.sending(500_000, 2_100_000, 21_000)  # while the first one is under way
+    rate.sending(1_500_000, 2_000_000, 20_000)
     assert not rate.read(3_000_000, 30_000)
     assert rate.read(3_500_000, 20_000 + 150_000)
     assert 10e6 < rate.bytes_per_s < 16e6, "both measurements count, the slower one for longer"
+
+
+def test_the_rate_is_known_soon_on_a_link_that_is_always_full():
+    rate, size, sent, acked = LinkRate(), 1_000_000, 0, 0
+    while not rate.read(acked, acked // 10):
+        while sent - acked < 100 * size:
+            rate.sending(size, acked, acked // 10)
+            sent += size
+        acked += size // 2
+    assert acked <= 2 * size and rate.bytes_per_s == pytest.approx(10e6)
 
 
 class Clock:
@@ -129,6 +138,11 @@ def test_what_is_packed_and_why_not():
     assert forms(frames, mode="never") == ["off: compress=False", "off: compress=False"]
     assert forms(random) == ["off: it does not compress", SMALL]
     assert forms(random, mode="always") == ["off: it does not compress", SMALL]
+
+
+def test_what_is_packed_is_limited(monkeypatch):
+    monkeypatch.setattr("clusterenv.worker.compressing._MOST_BYTES", 10)
+    assert forms(side_with(stacked)) == ["off: too large", SMALL]
 
 
 def test_packing_that_takes_longer_than_sending_is_not_done():

@@ -75,11 +75,7 @@ def unpack(spec: ArraySpec, columns: int, most_rows: int, data: Any) -> memoryvi
     _fill(out.swapaxes(0, 1), fits, form, data[at:])
     if form.stack is not None:
         for t in range(1, rows):
-            if fits[:, t].all():
-                stacks.restore(out[t - 1], out[t], form.stack)
-            else:
-                for k in np.flatnonzero(fits[:, t]):
-                    stacks.restore(out[t - 1, k : k + 1], out[t, k : k + 1], form.stack)
+            _restore(out[t - 1], out[t], fits[:, t], form.stack)
     return out.reshape(-1).view(np.uint8).data
 
 
@@ -102,8 +98,7 @@ def unpack_finals(spec: ArraySpec, before: Any, data: Any) -> Any:
     out = np.empty((rows, *spec.shape), spec.dtype)
     _fill(out[None], fits, form, data[at:])
     if form.stack is not None:
-        for i in np.flatnonzero(fits[0]):
-            stacks.restore(before[i : i + 1], out[i : i + 1], form.stack)
+        _restore(before, out, fits[0], form.stack)
     return out
 
 
@@ -160,6 +155,16 @@ def _fill(values: Any, fits: Any, form: Form, data: Any) -> None:
     whole = np.frombuffer(body, values.dtype, whole_bytes // values.itemsize)
     values[~fits] = whole.reshape(num_whole, *values.shape[2:])
     frames[fits] = np.frombuffer(body, np.uint8, offset=whole_bytes).reshape(-1, *frames.shape[2:])
+
+
+def _restore(before: Any, after: Any, fits: Any, stack: Stack) -> None:
+    """Fill in all but the newest frames of those rows that continue the one before them."""
+    if fits.all():
+        stacks.restore(before, after, stack)
+    elif fits.any():  # all at once: one by one, a node could keep the head busy with small rows
+        some = after[fits]
+        stacks.restore(before[fits], some, stack)
+        after[fits] = some
 
 
 # -- codecs -----------------------------------------------------------------------------------------------------

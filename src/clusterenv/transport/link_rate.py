@@ -32,10 +32,11 @@ class LinkRate:
         return 1e6 * self._bytes / self._busy_us if self._busy_us else 0.0
 
     def sending(self, size: int, acked: int, busy_us: int) -> None:
-        """Note a message of this size, with the counters as they are before it is sent."""
-        if self._from is not None:
-            self._until += size * _ALMOST
-        elif size >= _LARGE:
+        """Note a message of this size, with the counters as they are before it is sent.
+
+        What is queued behind it does not prolong a measurement: on a link that is always full, none would end.
+        """
+        if self._from is None and size >= _LARGE:
             self._from, self._until = (acked, busy_us), acked + size * _ALMOST
 
     def read(self, acked: int, busy_us: int) -> bool:

@@ -85,9 +85,22 @@ def _send(socket: zmq.Socket[bytes], frames: Sequence[Any]) -> None:
     socket.send(frames[-1], _NOBLOCK)
 
 
+@contextlib.contextmanager
+def _connection(descriptor: int) -> Iterator[tcp.socket]:
+    """Yield a copy of a connection that libzmq owns. If it has ended meanwhile, calls raise OSError."""
+    copy = os.dup(descriptor)
+    try:
+        connection = tcp.socket(fileno=copy)
+    except OSError:  # its number belongs to another file by now
+        os.close(copy)
+        raise
+    with connection:
+        yield connection
+
+
 def _tcp_info(descriptor: int) -> bytes | None:
     """Return the kernel's counters of a TCP connection, if it has any."""
-    with contextlib.suppress(OSError), tcp.socket(fileno=os.dup(descriptor)) as connection:
+    with contextlib.suppress(OSError), _connection(descriptor) as connection:
         info = connection.getsockopt(tcp.IPPROTO_TCP, tcp.TCP_INFO, _TCP_INFO)
         return info if len(info) == _TCP_INFO else None
     return None
@@ -217,7 +230,7 @@ class HeadSocket:
         """End this connection, which ROUTER sockets cannot do: a node that floods the head does not stop by itself."""
         if not self._is_open(link):
             return
-        with contextlib.suppress(OSError), tcp.socket(fileno=os.dup(link[0])) as connection:
+        with contextlib.suppress(OSError), _connection(link[0]) as connection:
             if connection.family in (tcp.AF_INET, tcp.AF_INET6):
                 connection.shutdown(tcp.SHUT_RDWR)
 
@@ -338,7 +351,7 @@ class NodeSocket:
 
     def _is_local(self) -> bool:
         """Return whether the other end is on this machine: the head, or a tunnel to it."""
-        with contextlib.suppress(OSError), tcp.socket(fileno=os.dup(self._descriptor)) as connection:
+        with contextlib.suppress(OSError), _connection(self._descriptor) as connection:
             return bool(connection.getpeername()[0] == connection.getsockname()[0])
         return False
 

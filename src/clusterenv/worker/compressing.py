@@ -30,6 +30,9 @@ while earlier fragments are sent."""
 _LEAST_BYTES = 1 << 14
 """Smaller arrays are sent as they are."""
 
+_MOST_BYTES = 1 << 31
+"""Packed arrays of one answer, at most; larger ones stay in shared memory. The answer's length is sent as 32 bits."""
+
 _SAMPLE_BYTES = 2 << 20
 """How much of a fragment is packed to measure a form."""
 
@@ -115,6 +118,8 @@ class FragmentPacker:
                 data = self._timed(leaf, form, rows)
                 if len(data) >= rows.nbytes:
                     text = _INCOMPRESSIBLE
+                elif sum(map(len, packed.values())) + len(data) > _MOST_BYTES:
+                    text = "off: too large"
                 else:
                     packed[first + i] = data
                     if finals[i].nbytes >= _LEAST_BYTES:
