@@ -150,11 +150,6 @@ class Collector:
         expect("rollout", "deadline_s", deadline_s, float | None, least=0)
         self._envs._ready_to_collect(self, "rollout")
         begin = time.perf_counter()
-        if self._head is not None:
-            if timeout_s is not None or deadline_s is not None or balance:
-                raise UsageError('timeout_s, deadline_s and balance are for act="workers"')
-            if self._placement.next == "head":
-                return self._rollout_here(num_steps, copy)
         collection, fragments = self._collection, self._collection.fragments
         if fragments.mode is Mode.ROLLOUT and fragments.owner is not self._counts:
             raise UsageError("another collector's fragment is under way: take it with its rollout(), or reset() first")
@@ -163,6 +158,11 @@ class Collector:
                 f"a fragment of {fragments.num_steps} steps is under way (prefetch, a call that timed out, or a late "
                 f"worker): ask for {fragments.num_steps} steps, or reset() first"
             )
+        if self._head is not None:
+            if timeout_s is not None or deadline_s is not None or balance:
+                raise UsageError('timeout_s, deadline_s and balance are for act="workers"')
+            if self._placement.next == "head":
+                return self._rollout_here(num_steps, copy)
         if not fragments.is_rollout_begun:
             self._start(num_steps, balance)
         elif not self._sync.is_attached:

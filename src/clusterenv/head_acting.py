@@ -11,6 +11,7 @@ import mmap
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from clusterenv.engine.collecting.assembly import Part, put_together
@@ -21,12 +22,15 @@ from clusterenv.memory.fragments import Arena, ArenaLayout
 from clusterenv.memory.progress import PROGRESS_BYTES
 from clusterenv.memory.rows import leaves_of
 from clusterenv.policy.acting.base import Actor, Policy, Prepared
+from clusterenv.policy.acting.random_streams import Streams
 from clusterenv.rollout import Receipt, Rollout
 from clusterenv.spec import Vector
 from clusterenv.wire.requests import Build, RunFragment
+from clusterenv.worker.fragment import RunningFragment
 from clusterenv.worker.policy import WorkerPolicy
 from clusterenv.worker.vector_env import VectorGroup
 from clusterenv.worker.vector_fragment import VectorEnvLoop
+from clusterenv.worker.vector_rows import Stepped
 
 if TYPE_CHECKING:
     from clusterenv.env import ClusterEnv
@@ -61,6 +65,7 @@ class HeadActing:
         self._acts_on_device = False  # then weights need not leave it
         self._loop: _HeadLoop | None = None
         self._arena: Arena | None = None
+        self._streams: Streams | None = None
         self._seen = -1  # value of `rows.deliveries` after the last rollout
         self._sequence = 0
 
@@ -112,7 +117,8 @@ class HeadActing:
             self._actor = self._prepared.recipe.build() if own is None else own
         self._actor.load({} if self._acts_on_device else self._policy.weights())
         if self._loop is None:
-            self._loop = _HeadLoop(self._envs, self._actor, self._attached)
+            self._loop = _HeadLoop(self._envs, self._actor, self._attached, self._streams)
+            self._streams = self._loop.worker_policy.streams  # a later loop goes on with them
             self._arena = None
         layout = self._layout(num_steps)
         if self._arena is None or self._arena.layout != layout:
@@ -135,11 +141,11 @@ class HeadActing:
 class _HeadLoop(VectorEnvLoop):
     """The loop of a worker, over all slots of a `ClusterEnv`."""
 
-    def __init__(self, envs: ClusterEnv, actor: Actor, attached: Attached) -> None:
+    def __init__(self, envs: ClusterEnv, actor: Actor, attached: Attached, streams: Streams | None) -> None:
         driver = envs._driver
         is_lockstep = driver.is_vector and envs.autoreset_mode is AutoresetMode.NEXT_STEP
         self.env: _Together = _Together(envs) if is_lockstep else _InParts(envs)
-        self._guard, self._rows = envs._guard, driver.rows
+        self._rows = driver.rows
         progress = memoryview(bytearray(PROGRESS_BYTES)).cast("i")
         # The workers have checked the values.
         group = VectorGroup(Vector(lambda num_envs, seeds: self.env), None, False, progress)
@@ -147,17 +153,30 @@ class _HeadLoop(VectorEnvLoop):
         group.attach(driver.rows.buffers, driver.single_observation_space, driver.single_action_space)
         self.worker_policy = WorkerPolicy(group, driver.single_observation_space, driver.single_action_space)
         self.worker_policy.use(actor, *attached[1:])
+        if streams is not None:
+            self.worker_policy.streams = streams
         super().__init__(group, self.worker_policy, driver.single_observation_space)
 
     def take_up(self, was_stepped: bool) -> None:
         """Continue from the rows that were last delivered. `was_stepped`: others than this loop have changed them."""
-        group, rows, guard = self._group, self._rows, self._guard
+        group, rows = self._group, self._rows
         if was_stepped:
             group.moved = None
-            group.calls[:] = 1  # unknown; 0 would be the beginning of an episode
-            if guard.last_reset is not None and guard.last_reset[0] == rows.deliveries:
-                group.calls[guard.last_reset[1]] = 0
-        group.over[:] = rows.ended
+            group.calls[:] = 1  # unknown
+        is_same_step = group.mode is AutoresetMode.SAME_STEP
+        group.over[:] = rows.ended & (not is_same_step)
+        group.calls[:] = np.where(rows.at_start(is_same_step), 0, np.maximum(group.calls, 1))
+
+    def _write_rows(self, run: RunningFragment, stepped: Stepped, lost: Any) -> None:
+        if run.lost:  # where all slots step together, they step too: nothing of their next episodes is shown
+            gone = np.isin(stepped.rows, list(run.lost))
+            lost = gone if lost is None else gone | lost
+        super()._write_rows(run, stepped, lost)
+
+    def _lose_rows(self, run: RunningFragment, columns: Any) -> None:
+        super()._lose_rows(run, columns)
+        if self._group.moved is not None:  # the next rollout begins with their last delivered observations
+            self._group.moved.update(columns.tolist())
 
     def _lost(self, stepped: Any) -> Any:
         valid = stepped.infos.get("transition_valid")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ DISCRETE, BOX = spaces.Discrete(4), spaces.Box(-2.0, 3.0, (2,), np.float32)
 ACTIVATIONS = [nn.Tanh, nn.ReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.LeakyReLU, nn.Softplus, nn.Hardswish]
 NORMS = [None, nn.LayerNorm, nn.BatchNorm1d, nn.RMSNorm, lambda width: nn.GroupNorm(2, width)]
 MODULES = [
+    functools.partial(nn.Softplus, 2.0, 0.3),
     *(nn.Sigmoid, nn.CELU, lambda: nn.GELU("tanh"), nn.Hardsigmoid, nn.Hardtanh, nn.ReLU6, nn.Softsign, nn.PReLU),
     *(nn.LogSigmoid, nn.Tanhshrink, lambda: nn.Softmax(-1), lambda: nn.LogSoftmax(-1), lambda: nn.ReLU(inplace=True)),
     *(nn.Dropout, nn.Identity, lambda: nn.Threshold(0.1, 2.0), lambda: nn.LayerNorm(8, elementwise_affine=False)),

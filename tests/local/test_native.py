@@ -99,6 +99,18 @@ def test_ids_with_a_vector_entry_point_run_in_it() -> None:
     assert sum(len(batch.episodes) for batch in batches) > 10
 
 
+def test_a_reset_of_some_slots_of_an_environment_that_resets_all_is_no_silent_end_of_the_others() -> None:
+    recovery = ce.Recovery(backoff_s=(0.0, 0.0))
+    backend = ce.Local(workers=0)
+    with ce.ClusterEnv("CartPole-v1", 3, backend=backend, simulator="vector_entry_point", recovery=recovery) as envs:
+        envs.reset(seed=1)
+        envs.step(np.zeros(3, np.int64))
+        envs.reset(options={"reset_mask": np.array([True, False, False])})
+        *_, truncations, infos = envs.step(np.zeros(3, np.int64))
+        assert truncations.all() and not infos["transition_valid"].any()
+        assert all("ignores reset_mask" in reason for reason in infos["loss_reason"])
+
+
 def test_what_has_no_vector_form_is_refused_with_the_reason() -> None:
     gym.register("Bare-v0", entry_point="gymnasium.envs.classic_control:PendulumEnv")
     with pytest.raises(SpecError, match="no environment of this name; it is registered without a vector_entry_point"):

@@ -257,6 +257,35 @@ def test_evaluations_equal_those_one_by_one(mode: AutoresetMode) -> None:
         assert left.returns.tolist() == right.returns.tolist()
 
 
+class Masked(gym.Env):
+    """Only action 1 is allowed. Episodes have different lengths."""
+
+    observation_space, action_space = spaces.Box(0, 1, (1,), np.float32), spaces.Discrete(3)
+    taken: ClassVar[list[int]] = []
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = int(self.np_random.integers(1, 9))
+        return np.zeros(1, np.float32), {"action_mask": np.array([0, 1, 0], np.int8)}
+
+    def step(self, action):
+        Masked.taken.append(int(action))
+        self.left -= 1
+        return np.zeros(1, np.float32), 0.0, self.left <= 0, False, {"action_mask": np.array([0, 1, 0], np.int8)}
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_evaluations_use_the_action_masks_of_running_episodes(mode: AutoresetMode) -> None:
+    forward, weights = (lambda w, obs: obs @ w["w"]), {"w": np.zeros((1, 3), np.float32)}
+    agent = ce.NumpyPolicy(forward, weights, dist="categorical", action_mask="action_mask")
+    env = Vector(lambda n, seeds: SyncVectorEnv([Masked] * n, autoreset_mode=mode))
+    with ce.ClusterEnv(env, 4, backend=ce.Local(workers=0)) as envs:
+        collector = envs.collector(agent, seed=1)
+        Masked.taken.clear()
+        collector.evaluate(episodes=8, deterministic=False)
+    assert set(Masked.taken) == {1}
+
+
 def test_recorded_episodes_of_a_vector_environment_have_their_frames() -> None:
     def make(num_envs: int, seeds: list[int]) -> Any:
         return SyncVectorEnv([Counting] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)

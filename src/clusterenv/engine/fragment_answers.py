@@ -126,6 +126,9 @@ def _check_numbers(result: FragmentResult, columns: int) -> None:
     forms = result.forms
     fits = isinstance(forms, list) and len(forms) <= _MOST_KEYS and all(map(_is_key, forms))
     need(fits, "malformed forms of its observations")
+    for flags in (result.at_start, result.over):
+        is_bools = isinstance(flags, np.ndarray) and flags.dtype == np.bool_ and flags.shape == (columns,)
+        need(flags is None or is_bools, "malformed flags of its episodes")
     pace_s = result.pace_s
     if pace_s is not None:
         need(

@@ -58,6 +58,8 @@ class Delivery:
         # State of each slot's episode.
         self.started = np.zeros(num_envs, dtype=np.bool_)
         self.ended = np.zeros(num_envs, dtype=np.bool_)
+        self._had_ended = np.zeros(num_envs, dtype=np.bool_)  # `ended` before the newest row
+        self._is_fresh = np.zeros(num_envs, dtype=np.bool_)  # the newest row is of a reset, or begins a fragment's next
         self.proven = np.zeros(num_envs, dtype=np.bool_)
         self._all_proven = False
 
@@ -94,6 +96,10 @@ class Delivery:
         if self.ready[slot] and not self.is_loss[slot]:
             return bool(self.buffers.terminated[slot] or self.buffers.truncated[slot])
         return bool(self.ended[slot])
+
+    def at_start(self, resets_in_same_step: bool) -> Any:
+        """Return [N] whether the last delivered observation is the first of an episode."""
+        return self._is_fresh | (self.ended if resets_in_same_step else self._had_ended)
 
     def has_row(self, slots: list[int]) -> bool:
         """Return whether the undelivered side of any of these slots holds a row that waits for delivery."""
@@ -160,7 +166,7 @@ class Delivery:
         self.buffers.side[slot] ^= 1
         self._find_side()
         self._keep_objects([slot])
-        self.ended[slot] = False
+        self.ended[slot], self._is_fresh[slot] = False, True
 
     def restore_last_obs(self, slots: list[int]) -> None:
         """Make the last delivered observations of these slots the last ones again: their fragment never arrived."""
@@ -180,11 +186,19 @@ class Delivery:
         """Return the last observations of these slots, [N, ...] per leaf."""
         return [array[self.buffers.side[slots], slots] for array in self.buffers.obs]
 
-    def collected(self, slots: list[int], stepped: Any) -> None:
-        """Record that a fragment of these slots arrived: they are within an episode. `stepped`: [N], its first row."""
+    def collected(self, slots: list[int], stepped: Any, at_start: Any, over: Any) -> None:
+        """Record that a fragment of these slots arrived.
+
+        Args:
+            stepped: [N], its first row.
+            at_start: [K] whether its last observation is the first of an episode; None: of none.
+            over: [K] whether that one ended an episode, which was not reset yet; None: of none.
+        """
         self.deliveries += 1
         self.started[slots] = True
-        self.ended[slots] = False
+        self.ended[slots] = False if over is None else over
+        self._had_ended[slots] = False
+        self._is_fresh[slots] = False if at_start is None else at_start
         self.proven[slots] |= stepped[slots]
 
     def forget(self) -> dict[int, Loss]:
@@ -215,6 +229,8 @@ class Delivery:
         else:
             obs = self._only[self._side].copy() if copy else self._only[self._side]
         terminations, truncations = buffers.terminated.copy(), buffers.truncated.copy()
+        self._had_ended[:] = self.ended
+        self._is_fresh[:] = False
         np.logical_or(terminations, truncations, out=self.ended)
         infos = {}
         if self._columns:
@@ -262,6 +278,9 @@ class Delivery:
         if not self._all_proven and not was_reset and not self._lost_rows:
             self.proven[rows] = True
             self._all_proven = bool(self.proven.all())
+        self._had_ended[rows] = self.ended[rows]
+        self._is_fresh[rows] = False
+        self._is_fresh[was_reset] = True
         self.ended[rows] = terminations | truncations
         self.awaited[rows] = False
         self.ready[rows] = False

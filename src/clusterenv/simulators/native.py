@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import gymnasium as gym
 import numpy as np
 from gymnasium.envs.registration import EnvSpec, load_env_creator
-from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 
 from clusterenv.errors import SpecError
 from clusterenv.events import emit
@@ -84,11 +84,15 @@ class _EntryPoint(_Wrapper):
         venv: VectorEnv[Any, Any, Any] = gym.make_vec(spec, num_envs, vectorization_mode=mode, **given)
         super().__init__(venv)
         self._takes_array = _name(entry).startswith("ale_py.")
+        self._resets_some = self._takes_array or isinstance(venv.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Reset the environments; of a list of seeds with None in it, only those of `reset_mask` count."""
+        if not self._resets_some and not np.all((options or {}).get("reset_mask", True)):
+            name = type(self.env.unwrapped).__name__
+            raise ValueError(f"{name} ignores reset_mask, and would end the episodes of all its slots: reset them all")
         return self.env.reset(seed=self._seed(seed, options), options=options)
 
     def _seed(self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None) -> Any:

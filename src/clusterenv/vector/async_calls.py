@@ -119,7 +119,6 @@ class AsyncCalls(VectorEnv[Any, Any, Any]):
         driver.collect(len(arguments.slots), timeout_s, "reset_wait")
         rows = driver.deliver(self.copy)
         guard.was_reset, guard.is_interrupted = True, False
-        guard.last_reset = (driver.rows.deliveries, arguments.slots)
         if arguments.mask is None:
             return rows.obs, rows.infos
         return driver.rows.peek_obs(np.arange(self.num_envs)), spread(rows.infos, rows.slots, self.num_envs)

@@ -45,8 +45,6 @@ class CallGuard:
         self.is_resumed = False
         """Whether the state of another run was loaded, which determines the seeds of the slots."""
         self.pending: Pending | None = None
-        self.last_reset: tuple[int, list[int]] | None = None
-        """Value of `rows.deliveries` after the last reset, and its slots."""
 
     @property
     def phase(self) -> Phase:

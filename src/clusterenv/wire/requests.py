@@ -178,6 +178,10 @@ class FragmentResult(NamedTuple):
     """For each leaf of the observations, how it was sent to another machine, or why as it is."""
     saved_bytes: int = 0
     """Bytes that packing saved: set by the head, whatever a node says."""
+    at_start: Any = None
+    """[K] whether the last observation is the first of an episode."""
+    over: Any = None
+    """[K] whether the last observation ended an episode, and the next step is only its reset. None: of no column."""
 
 
 class MissingKeys(NamedTuple):

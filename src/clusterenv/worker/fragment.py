@@ -92,7 +92,7 @@ class RunningFragment:
     def pack_finals(self) -> Finals:
         return _pack_finals(self.finals, self._space, self._leaves)
 
-    def result(self, version: int, finals: Finals, pace_s: Any) -> FragmentResult:
+    def result(self, version: int, finals: Finals, pace_s: Any, over: Any) -> FragmentResult:
         return FragmentResult(
             self.done,
             version,
@@ -105,6 +105,8 @@ class RunningFragment:
             self.env_s,
             self.policy_s,
             pace_s,
+            at_start=self.lengths == 0 if over is None else (self.lengths == 0) & ~over,
+            over=over,
         )
 
 

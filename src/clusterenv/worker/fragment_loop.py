@@ -68,7 +68,7 @@ class FragmentLoop(ABC):
             finals = run.pack_finals()
         self._tail = [leaf[run.done].copy() for leaf in columns.obs]  # without the bad values, which were replaced
         missing = run.watch.episode_ended() if run.watch is not None and run.any_ended else None
-        result = run.result(policy.version, finals, self._pace_s())
+        result = run.result(policy.version, finals, self._pace_s(), self._over())
         return Reply(request.request, group.slots, missing, faults=run.faults, result=result)
 
     @abstractmethod
@@ -86,6 +86,11 @@ class FragmentLoop(ABC):
     def _pace_s(self) -> Any:
         """Return how long a step of each environment takes, [K] float32; None if it was not measured."""
         return None
+
+    def _over(self) -> Any:
+        """Return which environments of a vector environment are still to be reset, [K]; None: none."""
+        group = self._of
+        return group.over.copy() if isinstance(group, VectorGroup) and group.over.any() else None
 
     def _fill_first_row(self, run: RunningFragment) -> None:
         """Fill row 0 with the last observations that the user, or the last fragment, saw."""

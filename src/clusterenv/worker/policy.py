@@ -47,6 +47,11 @@ class WorkerPolicy:
         self.watch: KeyWatch
         self._mask_in_obs = False
 
+    @property
+    def any_action(self) -> Any:
+        """An action that the space has, for rows that were not played: 0 need not be one."""
+        return getattr(self._action_space, "start", 0)
+
     def set(self, request: SetPolicy) -> Reply:
         self._group.at[1] = INIT  # importing torch may take long
         self.actor = None

@@ -51,7 +51,7 @@ class VectorEvaluator(Evaluator):
 
     def _play(self, request: Evaluate, episodes: list[int]) -> list[PlayedEpisode]:
         """Play one episode in each of the first environments; the others, and those that have ended, step unused."""
-        venv, mask, at, count = self._venv, self._policy.mask, self._at, len(episodes)
+        venv, at, count = self._venv, self._at, len(episodes)
         unused = venv.num_envs - count
         # Streams of their own: two rows with the same one would each take numbers from it.
         player = Player(self._policy, request, episodes + [_UNUSED + i for i in range(unused)])
@@ -61,6 +61,7 @@ class VectorEvaluator(Evaluator):
         frames: list[list[Any]] = [[] for _ in episodes]
         returns, lengths = np.zeros(count), np.zeros(count, dtype=np.int64)
         running = np.ones(count, dtype=np.bool_)
+        masks = self._masks(infos)
         t = 0
         while True:
             if any(records):
@@ -68,7 +69,6 @@ class VectorEvaluator(Evaluator):
                 for k in np.flatnonzero(running & records).tolist():
                     frames[k].append(images[k])
             at[1] = POLICY
-            masks = [row_of(infos, k).get(mask) for k in range(venv.num_envs)] if mask is not None else []
             actions = player.act(self._batch(obs), masks)
             t += 1
             at[1], self._now = STEP, (episodes[int(np.argmax(running))], t)
@@ -81,12 +81,20 @@ class VectorEvaluator(Evaluator):
             running &= ~ended[:count]
             if not running.any():
                 break
+            masks = self._masks(infos)
             if venv.metadata.get("autoreset_mode") is AutoresetMode.DISABLED and ended.any():
                 obs, infos = venv.reset(options={"reset_mask": ended})
+                after = self._masks(infos)
+                masks = [after[k] if ended[k] else own for k, own in enumerate(masks)]
         return [
             PlayedEpisode(j, float(returns[k]), int(lengths[k]), frames[k] if records[k] else None)
             for k, j in enumerate(episodes)
         ]
+
+    def _masks(self, infos: dict[str, Any]) -> list[Any]:
+        """Return the action mask of each environment, if the policy uses any."""
+        mask = self._policy.mask
+        return [] if mask is None else [row_of(infos, k).get(mask) for k in range(self._venv.num_envs)]
 
     def _batch(self, obs: Any) -> Any:
         leaves = [

@@ -44,8 +44,6 @@ class VectorEnvLoop(FragmentLoop):
         self._t = self._steps = 0  # of the running fragment: the row that all columns are at
         self._at: Places | None = None  # instead, once they are at different rows
 
-    # -- the hot loop -----------------------------------------------------------------------------------------
-
     def _play(self, run: RunningFragment) -> None:
         group, at, clock = self._group, self._group.at, time.perf_counter
         venv: Any = group.venv
@@ -366,8 +364,10 @@ class VectorEnvLoop(FragmentLoop):
             leaf[t + 1, k] = leaf[run.played[k], k]
 
     def _score(self, run: RunningFragment) -> None:
-        super()._score(run)
         left = unplayed(run)
+        if left is not None:
+            run.columns.actions[left] = self._policy.any_action
+        super()._score(run)
         if left is not None:
             run.columns.logprobs[left] = 0.0
 
@@ -377,7 +377,7 @@ class VectorEnvLoop(FragmentLoop):
         if t < 0 or not columns.valid[t, k]:
             return
         if columns.terminations[t, k] or columns.truncations[t, k]:
-            # Its next episode has begun, but has no row: as if its reset had failed, nothing of it is shown.
+            # Its next episode has no row: as if its reset had failed, nothing of it is shown.
             columns.write_row(t + 1, k, next(obs for *at, obs in run.finals if at == [t, k]))
             for leaf in columns.obs:
                 leaf[t + 2 :, k] = leaf[t + 1, k]

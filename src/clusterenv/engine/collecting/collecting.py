@@ -232,7 +232,7 @@ class Collecting:
         rows, side = self._state.rows, self.side(fragment.side)
         rows.keep_last_obs(slots, [leaf[result.num_steps] for leaf in side.obs])
         if result.num_steps:
-            rows.collected(slots, side.valid[0])
+            rows.collected(slots, side.valid[0], result.at_start, result.over)
             if result.pace_s is not None:
                 rows.buffers.pace_s[slots] = result.pace_s
         return result

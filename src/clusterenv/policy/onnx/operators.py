@@ -72,7 +72,8 @@ def _gelu(f: _Formula, x: str, approximate: str = "none") -> str:
 def _softplus(f: _Formula, x: str, beta: float = 1.0, threshold: float = 20.0) -> str:
     scaled = x if beta == 1 else f("Mul", x, beta)
     y = f("Softplus", scaled)
-    return y if beta == 1 else f("Div", y, beta)
+    y = y if beta == 1 else f("Div", y, beta)
+    return y if threshold >= 15 else f("Where", f("Greater", scaled, float(threshold)), x, y)
 
 
 def _clip(f: _Formula, x: str, low: Any = None, high: Any = None) -> str:
