@@ -356,7 +356,8 @@ class NodeSocket:
         return False
 
     def send(self, frames: Sequence[Any]) -> None:
-        _send(self._socket, frames)
+        with contextlib.suppress(zmq.Again):  # nobody is connected any more: `ended` says why
+            _send(self._socket, frames)
 
     def close(self, linger_s: float = 0.0) -> None:
         with contextlib.suppress(zmq.ZMQError):
