@@ -125,7 +125,7 @@ def test_a_handler_of_the_user_is_called_at_the_same_moments():
         try:
             rows = rows_of(envs)
             lines = lines_of(lambda: step(envs))
-            for at in range(0, lines, 5):
+            for at in range(lines):
                 trace = LineTrace(at)
                 with pytest.raises(Own):
                     trace.run(lambda: step(envs))

@@ -165,3 +165,6 @@ def _with_handler(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwarg
             checkpoint()
         finally:
             STATE.handler = signal.default_int_handler
+
+
+_is_protected[_with_handler.__code__] = True  # an exception before its last line would leave our handler installed
