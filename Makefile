@@ -8,13 +8,13 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # Which real clusters `make test-clusters` and `make test-smoke` set up.
-CLUSTERS ?= slurm ray kubernetes
-REAL := slurm or ray or kubernetes
+CLUSTERS ?= slurm gridengine ray kubernetes
+REAL := slurm or gridengine or ray or kubernetes
 
 # How many processes run the tests.
 JOBS ?= 2
 
-.PHONY: demo test test-long test-examples test-jax test-network test-clusters test-smoke check guarantees tour search simulate mutations format bench soak soak-short paper paper-quick clean
+.PHONY: demo test test-long test-examples test-jax test-network test-browser test-doctor test-clusters test-smoke check guarantees tour search simulate mutations format bench soak soak-short paper paper-quick clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,7 +26,7 @@ demo: $(VENV)/.ready
 	$(BIN)/python examples/ppo_detach.py --demo --plot runs/demo.png
 
 test: $(VENV)/.ready
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not slow and not network and not examples and not ($(REAL))"
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not slow and not network and not examples and not browser and not doctor and not ($(REAL))"
 
 test-long: $(VENV)/.ready
 	$(BIN)/pytest -n $(JOBS) -m slow
@@ -47,6 +47,14 @@ $(VENV)-jax/.ready: pyproject.toml
 test-network: $(VENV)/.ready
 	command -v ip bridge tc ss > /dev/null || apt-get install --yes --quiet iproute2
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m network
+
+# Real runs with injected faults: does the doctor name them? Gates nothing: other work on the machine is a fault too.
+test-doctor: $(VENV)/.ready
+	$(BIN)/pytest -m doctor
+
+# The page of a run in a real browser; screenshots go to runs/page.
+test-browser: $(VENV)/.ready
+	$(BIN)/pytest -m browser
 
 # Each needs root but Ray: packages are installed, Kubernetes is built once (about 10 minutes) and kept in ~/.cache.
 test-clusters: $(VENV)/.ready

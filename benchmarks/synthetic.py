@@ -1,6 +1,6 @@
-"""Two environments with a known cost: `bench/Pixels-v0` and `bench/Stragglers-v0`.
+"""Environments with a known cost: `bench/Pixels-v0`, `bench/Stragglers-v0` and `bench/Burn-v0`.
 
-Importing this module registers both ids with Gymnasium. Worker processes load the classes by name, so the repository's
+Importing this module registers the ids with Gymnasium. Worker processes load the classes by name, so the repository's
 root must be on their path; the runner sets it.
 """
 
@@ -16,6 +16,7 @@ from gymnasium import spaces
 EPISODE_STEPS = 200
 FRAME_SHAPE = (84, 84, 4)
 BURN_S = 100e-6
+LONG_BURN_S = 3e-3
 STEP_S = 1e-3
 SLOW_STEP_S = 10e-3
 SLOW_SHARE = 0.1
@@ -60,5 +61,23 @@ class Stragglers(gym.Env[np.ndarray, np.int64]):
         return np.zeros(4, np.float32), 1.0, False, False, {}
 
 
+class Burn(gym.Env[np.ndarray, np.int64]):
+    """Burns 3 ms of CPU a step: a simulator that costs much more than everything around it."""
+
+    observation_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: np.int64):
+        until = time.thread_time() + LONG_BURN_S
+        while time.thread_time() < until:
+            pass
+        return np.zeros(4, np.float32), 1.0, False, False, {}
+
+
 gym.register("bench/Pixels-v0", "benchmarks.synthetic:Pixels", max_episode_steps=EPISODE_STEPS)
 gym.register("bench/Stragglers-v0", "benchmarks.synthetic:Stragglers", max_episode_steps=EPISODE_STEPS)
+gym.register("bench/Burn-v0", "benchmarks.synthetic:Burn", max_episode_steps=EPISODE_STEPS)

@@ -1,6 +1,7 @@
 """Train PPO with continuous actions, where the workers act: Pendulum-v1.
 
     python examples/ppo_continuous.py
+    python examples/ppo_continuous.py --log runs/pendulum     and `tensorboard --logdir runs` in another terminal
 
 The agent has the shape of CleanRL's `ppo_continuous_action.py` (`actor_mean`, `actor_logstd`), which a collector
 recognises. The environments get actions clipped to their bounds; the batch has the unclipped samples, so that
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--total-steps", type=int, default=400_000, help="give up after so many transitions")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--target", type=float, default=-200.0)
+    parser.add_argument("--log", metavar="FOLDER", help="write what the collector reports there, for TensorBoard")
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
@@ -88,6 +90,11 @@ def main() -> None:
     agent = Agent(3, 1)
     optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5)
     collector = envs.collector(agent, seed=args.seed)
+    writer = None
+    if args.log:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(args.log)
 
     steps = tries = 0
     next_try, next_line = RECENT_EPISODES, 0.0
@@ -117,6 +124,8 @@ def main() -> None:
                 optimizer.step()
 
         summary = collector.summary()
+        if writer is not None:
+            ce.log_to(collector, writer)
         mean_return = summary["charts/episodic_return"]
         if (elapsed_s := time.perf_counter() - started) >= next_line:
             next_line = elapsed_s + 3.0
@@ -132,6 +141,8 @@ def main() -> None:
     # Other episodes than those that chose the moment to stop.
     evaluation = collector.evaluate(episodes=EVAL_EPISODES, seed=args.seed + 1_000_000)
     envs.close()
+    if writer is not None:
+        writer.close()
 
     print(f"steps       {steps}")
     print(f"seconds     {seconds:.1f}")

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ hypothesis.settings.register_profile(
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 hypothesis.settings.load_profile("ci")
+
+_home: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def _descriptors() -> dict[str, str]:
@@ -97,6 +100,9 @@ def _leaks(
 
 def pytest_configure(config: pytest.Config) -> None:
     guarantees.configure(config)
+    # Runs make themselves known there, and not in the home folder of whoever runs the tests.
+    _home.append(tempfile.TemporaryDirectory(prefix="clusterenv-test-home-"))
+    os.environ["CLUSTERENV_HOME"] = _home[-1].name
     # What a shell starts in the background ignores Ctrl-C, and so would the scripts that are interrupted here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -119,6 +125,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_sessionfinish() -> None:
     real.stop()
     prefork.stop()
+
+
+def pytest_unconfigure() -> None:
+    while _home:
+        _home.pop().cleanup()
 
 
 @pytest.fixture(autouse=True)

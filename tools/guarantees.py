@@ -25,7 +25,7 @@ RESULTS = DOCS / "guarantees" / "results.json"
 SOAK = DOCS / "guarantees"
 BEGIN, END = "<!-- made by `make guarantees`: begin -->", "<!-- end -->"
 
-PLACES = ("local", "namespaces", "SLURM", "Kubernetes", "Ray")
+PLACES = ("local", "namespaces", "SLURM", "Grid Engine", "Kubernetes", "Ray")
 FIGURES = {
     "detected_s": "detected, s: {}",
     "back_s": "back, s: {}",

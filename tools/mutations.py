@@ -248,7 +248,7 @@ MUTATIONS = [
     Mutation(
         "a reset does not wait for what is under way",
         "driver.py",
-        "while any(request.kind is not Kind.CALL for request in self._requests):",
+        "while any(request.kind is not Kind.CALL for request in self.requests):",
         "while False:",
     ),
     Mutation(
@@ -344,6 +344,7 @@ while time.process_time() < limit:
         print(f"{time.process_time():.1f}\\t{seed}\\t{failure.splitlines()[0][:110]}")
         break
 else:
+    signal.setitimer(signal.ITIMER_PROF, 0.0)  # else it ends the exit of the interpreter
     print(f"{time.process_time():.1f}\\t{seed}\\t")
 """
 

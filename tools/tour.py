@@ -35,6 +35,7 @@ WALK_LIMITS: dict[str, tuple[int, int | None]] = {
 """Maximum number of functions, and of files."""
 
 MAY_HAVE_MORE_PARAMETERS = {
+    "backends/command.py:Command": "frozen configuration that users write by name",
     "backends/kubernetes.py:Kubernetes": "frozen configuration that users write by name",
     "backends/remote.py:Remote": "the part of that configuration that all remote backends share",
     "backends/slurm.py:Slurm": "frozen configuration that users write by name",

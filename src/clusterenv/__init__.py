@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from clusterenv import backends as backends
     from clusterenv import errors as errors
+    from clusterenv.backends.command import Command
     from clusterenv.backends.contract import Backend
     from clusterenv.backends.kubernetes import Kubernetes
     from clusterenv.backends.local import Local
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from clusterenv.errors import SpecError as SpecError
     from clusterenv.errors import UsageError as UsageError
     from clusterenv.events import Event
+    from clusterenv.integrations.loggers import log_to
     from clusterenv.making import make_vec
     from clusterenv.policy.acting.base import Policy
     from clusterenv.policy.acting.numpy import NumpyPolicy, RandomPolicy
@@ -48,6 +50,7 @@ __all__ = [
     "Rollout",
     "Receipt",
     "Evaluation",
+    "log_to",
     "Policy",
     "TorchPolicy",
     "NumpyPolicy",
@@ -64,6 +67,7 @@ __all__ = [
     "Slurm",
     "Ray",
     "Kubernetes",
+    "Command",
     "Recovery",
     "Vector",
     "Event",
@@ -77,6 +81,7 @@ __all__ = [
 
 
 _MODULES = {
+    "backends.command": ("Command",),
     "backends.contract": ("Backend",),
     "backends.kubernetes": ("Kubernetes",),
     "backends.local": ("Local",),
@@ -88,6 +93,7 @@ _MODULES = {
     "env": ("ClusterEnv",),
     "errors": ("ClusterEnvError", "DeadlineError", "EnvError", "StartError", "WorkerLostError"),
     "events": ("Event",),
+    "integrations.loggers": ("log_to",),
     "making": ("make_vec",),
     "policy.acting.base": ("Policy",),
     "policy.acting.numpy": ("NumpyPolicy", "RandomPolicy"),

@@ -18,8 +18,10 @@ from clusterenv.engine.collecting.assembly import Part, end_episodes, put_togeth
 from clusterenv.engine.collecting.fragments import Fragment, OnLoss
 from clusterenv.engine.collecting.synchronization import Synchronization
 from clusterenv.engine.collecting.weights import Machine
+from clusterenv.engine.requests import Request
 from clusterenv.errors import DeadlineError, EnvError, PolicyError, WorkerLostError
-from clusterenv.events import Event
+from clusterenv.events import Event, emit_progress
+from clusterenv.long_waits import LongWaits
 from clusterenv.policy.acting.base import Policy
 from clusterenv.rollout import Receipt, Rollout
 from clusterenv.system.interrupts import uninterrupted
@@ -42,6 +44,7 @@ class Collection:
         self._policy = policy
         self._sequence = np.zeros(len(driver.slots_of), dtype=np.int64)
         self._leaf_names = [f"observation{leaf.name}" for leaf in driver.layout.obs]
+        self._rollout_waits, self._evaluation_waits = LongWaits(), LongWaits()
 
     # -- weights ----------------------------------------------------------------------------------------------
 
@@ -106,8 +109,9 @@ class Collection:
 
     def wait_for_rollout(self, timeout_s: float | None, deadline_s: float | None) -> list[Fragment]:
         """Wait until every worker's fragment has arrived; after `deadline_s`, until one has."""
-        driver, fragments = self._driver, self.fragments
+        driver, fragments, waits = self._driver, self.fragments, self._rollout_waits
         begin = time.monotonic()
+        waits.begin(begin)
         deadline = None if timeout_s is None else begin + timeout_s
         late_at = None if deadline_s is None else begin + deadline_s
         try:
@@ -122,14 +126,24 @@ class Collection:
                         f"workers {fragments.unfinished} have not finished their fragments within {timeout_s} s. "
                         "Nothing is lost: call again"
                     )
-                waits = (deadline, None if is_late else late_at)
-                driver.advance(min((at for at in waits if at is not None), default=None))
+                if waits.is_due(now):
+                    self._show_rollout(waits.lasted_s(now))
+                ends = (deadline, None if is_late else late_at)
+                driver.advance(min((at for at in ends if at is not None), default=None))
         except DeadlineError:
             raise
         except BaseException:
             fragments.abandon()
             raise
+        waits.end(time.monotonic())
         return fragments.pop_rollout()
+
+    def _show_rollout(self, lasted_s: float) -> None:
+        """Show how many fragments have arrived, and whose have not."""
+        awaited, total = self.fragments.unfinished, len(self._driver.slots_of)
+        who = ", ".join(map(str, awaited[:5])) + (", ..." if len(awaited) > 5 else "")
+        text = f"rollout: {total - len(awaited)} of {total} fragments after {lasted_s:.0f} s"
+        emit_progress(f"{text}, waiting for worker{'s' * (len(awaited) > 1)} {who}")
 
     # -- streams ----------------------------------------------------------------------------------------------
 
@@ -247,6 +261,25 @@ class Collection:
                 driver.advance(None)
             requests = collecting.evaluate(episodes, seed, deterministic, record, knobs, time.monotonic())
             driver.carry_out()
-            return sorted(episode for reply in driver.replies(requests) for episode in reply.result)
+            self._await_episodes(requests, episodes)
+            played: list[PlayedEpisode] = []
+            for request, reply in zip(requests, driver.replies(requests), strict=True):
+                played += reply.result
+                for episode in reply.result:
+                    if episode.not_sent:
+                        collecting.report_not_sent(request.worker, episode.not_sent)
+            return sorted(played, key=lambda episode: episode.number)
         finally:
             driver.weights.end_evaluation()
+
+    def _await_episodes(self, requests: list[Request], episodes: int) -> None:
+        """Wait until all workers have answered, or one is lost; in a long wait, show how many episodes are done."""
+        waits = self._evaluation_waits
+        waits.begin(time.monotonic())
+        while self._driver.collecting.is_awaiting(requests):
+            self._driver.advance(None)
+            now = time.monotonic()
+            if waits.is_due(now):
+                done = sum(len(request.message.episodes) for request in requests if request.reply is not None)
+                emit_progress(f"evaluation: {done} of {episodes} episodes after {waits.lasted_s(now):.0f} s")
+        waits.end(time.monotonic())

@@ -21,6 +21,7 @@ from clusterenv.engine.collecting.collecting import Attached
 from clusterenv.engine.collecting.counters import Counters
 from clusterenv.engine.collecting.fragments import Mode, OnLoss
 from clusterenv.engine.collecting.placement import Act, Placement
+from clusterenv.engine.collecting.summary import summarize
 from clusterenv.engine.collecting.synchronization import Synchronization
 from clusterenv.errors import EnvError, PolicyError, UsageError, WorkerLostError
 from clusterenv.events import emit
@@ -297,7 +298,8 @@ class Collector:
         """Play whole episodes on separate environments in the same workers; training is not affected.
 
         Episode j is seeded with `seed + j`: the same agent gets the same returns, whatever the number of workers.
-        Attributes that `set_attr` or sticky calls gave to the environments of the same slots are set here too.
+        Attributes that `set_attr` or sticky calls gave to the environments of the same slots are set here too. The
+        result has each episode's last info, and from these the `success_rate`.
 
         Args:
             agent: another agent of the same shape; None: the attached one, with its current weights.
@@ -326,6 +328,7 @@ class Collector:
             np.array([episode.length for episode in played]),
             np.arange(seed, seed + episodes),
             [episode.frames for episode in played if episode.frames is not None],
+            [episode.info for episode in played],
         )
 
     # -- resuming ---------------------------------------------------------------------------------------------
@@ -353,8 +356,10 @@ class Collector:
 
         `steps_per_s`, `worker_steps_per_s` and `time_shares` cover the recent batches: the first, in which the workers
         started, counts only until there is a second. `worker_step_s`: time that each worker needs for one step of its
-        slots. `policy`: the kind of distribution, what runs the policy on the workers ("onnx", "torch" or "numpy"), and
-        why.
+        slots. `pushes` and `pushed_bytes`: what `Always` would have sent, with whole weights, at the same requests.
+        `mean_lag` and `mean_drift`: of the recent fragments, when they were delivered. `threshold`: drift above which
+        the rule pulls, if it has one. `policy`: the kind of distribution, what runs the policy on the workers ("onnx",
+        "torch" or "numpy"), and why.
         """
         return {
             **self._counts.stats(),
@@ -365,22 +370,9 @@ class Collector:
         }
 
     def summary(self) -> dict[str, float]:
-        """Return numbers for TensorBoard or W&B; returns and lengths are means of the last 100 episodes."""
-        stats = self.stats()
-        mean_return, mean_length = self._counts.recent()
-        return {
-            "charts/episodic_return": mean_return,
-            "charts/episodic_length": mean_length,
-            "collect/steps": float(stats["steps"]),
-            "collect/episodes": float(stats["episodes"]),
-            "collect/steps_per_s": float(stats["steps_per_s"]),
-            "collect/share_environment": stats["time_shares"]["environment"],
-            "collect/share_policy": stats["time_shares"]["policy"],
-            "collect/share_waiting": stats["time_shares"]["waiting"],
-            "collect/invalid_rows": float(stats["invalid_rows"]),
-            "collect/restarts": float(stats["restarts"]),
-            "sync/version": float(stats["version"]),
-            "sync/pulls": float(stats["pulls"]),
-            "sync/drift": float("nan") if stats["drift"] is None else stats["drift"],
-            "sync/weight_bytes": float(stats["weight_bytes"]),
-        }
+        """Return numbers for a logger (see `log_to`); returns and lengths are means of the last 100 episodes.
+
+        `sync/pulls_saved` and `sync/bytes_saved` compare with what `Always` would have sent, with whole weights;
+        `sync/lag` and `sync/mean_drift` are means of the recent fragments. What is not known is NaN.
+        """
+        return summarize(self.stats(), *self._counts.recent())

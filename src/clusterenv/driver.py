@@ -48,11 +48,7 @@ _LOOK_EVERY = 16  # steps of the hot loop between two polls for everything, not 
 
 
 class Driver:
-    """Drive all slots of a run, on the workers of one machine or of many.
-
-    Args:
-        requests: the ledger, which network executors read too; it has the slots of each worker.
-    """
+    """Drive all slots of a run. `requests`, which has the slots of each worker, is also read by network executors."""
 
     def __init__(
         self,
@@ -74,11 +70,13 @@ class Driver:
         self.is_vector = blueprint.is_vector
         self.events = events
         self._inbox: deque[tuple[int, Any]] = deque()
+        self.wanted_stacks: deque[int] = deque()
+        """Workers whose stack an event is to show; any thread may add one."""
         self._watched_at_s = 0.0
-        self._requests = requests
-        self._workers = Workers(slots_of, self.node_of, recovery.warn_after_s)
+        self.requests = requests
+        self.workers = Workers(slots_of, self.node_of, recovery.warn_after_s)
         self.weights = WeightLedger(self.node_of)
-        self._health = Health(self._workers, self._requests, self.weights, recovery)
+        self._health = Health(self.workers, self.requests, self.weights, recovery)
         self._journal = journal
         self.is_resumed = journal is not None and journal.is_resumed
         incarnations = Incarnations(self.num_envs, *(journal.incarnations if journal is not None else ()))
@@ -94,7 +92,7 @@ class Driver:
         self, blueprint: Blueprint, incarnations: Incarnations, mode: AutoresetMode | None, recovery: Recovery
     ) -> None:
         """Build every environment, then the engine from what they have in common."""
-        building = Building(self.executor, self._workers, self._requests, self.weights, self._health)
+        building = Building(self.executor, self.workers, self.requests, self.weights, self._health)
         built = building.run(incarnations, self.events, recovery.recovery_timeout_s)
         agreed = agree(built, self.slots_of, blueprint.observation_mode, lambda: own_spaces(blueprint))
         self.single_observation_space = agreed.single_observation_space
@@ -108,13 +106,13 @@ class Driver:
         self.rows = Delivery(self.num_envs, self.single_observation_space, buffers)
         self._slots = slots = Slots(self.mode)
         state = State(
-            self._workers, slots, self.rows, self._requests, incarnations, self.weights, self.events, self.is_vector
+            self.workers, slots, self.rows, self.requests, incarnations, self.weights, self.events, self.is_vector
         )
         attach = Attach(layout, self.single_observation_space, self.single_action_space)
         self._state = state
         self._engine = Engine(state, recovery, attach, self._health)
         self.collecting = self._engine.collecting
-        for worker in self._workers:
+        for worker in self.workers:
             state.send(worker.index, attach)
         self.carry_out()
 
@@ -158,7 +156,7 @@ class Driver:
 
         Returns None if anything unusual happened: the step is under way, and `collect` and `deliver` complete it.
         """
-        requests, engine = self._requests, self._engine
+        requests, engine = self.requests, self._engine
         if requests.number % _LOOK_EVERY == 0:  # workers' output, and other messages that the hot loop does not read
             self._inbox.extend(self.executor.poll(0.0))
             engine.count_steps(_LOOK_EVERY)
@@ -229,7 +227,7 @@ class Driver:
         """Wait for the answers to calls, and return them in the order of the requests."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not all(request.reply for request in requests):
-            lost = [r for r in requests if r.reply is None and not self._requests.is_open(r)]
+            lost = [r for r in requests if r.reply is None and not self.requests.is_open(r)]
             if lost:
                 slots = tuple(slot for request in lost for slot in self.slots_of[request.worker])
                 workers = [request.worker for request in lost]
@@ -259,7 +257,7 @@ class Driver:
                 raise self._late(call, timeout_s, np.flatnonzero(rows.awaited & ~rows.ready).tolist())
 
     def _late(self, call: str, timeout_s: float | None, slots: list[int]) -> DeadlineError:
-        workers = sorted({self._workers.of_slot(slot).index for slot in slots})
+        workers = sorted({self.workers.of_slot(slot).index for slot in slots})
         text = f"The call to `{call}` has timed out after {timeout_s} second(s)"
         who = f"slots {slots} of workers {workers}"
         return DeadlineError(f"{text}; awaited: {who}. Nothing is lost: call {call}() again.")
@@ -312,6 +310,8 @@ class Driver:
         if self.executor.processes is None or now_s - self._watched_at_s < _LOOK_S:
             return
         self._watched_at_s = now_s
+        while self.wanted_stacks:
+            self._do(self._health.trace(self.wanted_stacks.popleft()))
         for worker in self._health.watched():
             instruction = self._health.watch(worker, self.executor.progress(worker), now_s)
             if instruction is not None:
@@ -329,13 +329,13 @@ class Driver:
 
     def drain(self) -> None:
         """Give up every row under way (before a reset): wait until the workers have finished, then forget the rows."""
-        while any(request.kind is not Kind.CALL for request in self._requests):
+        while any(request.kind is not Kind.CALL for request in self.requests):
             self.advance(None)
         self._engine.give_up_rows()
 
     def give_up_step(self) -> bool:
         """Wait for the other workers after a policy failed on one. Return whether a stepped slot's row is lost."""
-        while self._requests:
+        while self.requests:
             try:
                 self.advance(None)
             except PolicyError:

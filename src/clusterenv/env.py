@@ -27,6 +27,7 @@ from clusterenv.engine.collecting.fragments import OnLoss
 from clusterenv.engine.collecting.placement import Act
 from clusterenv.errors import PendingCallError, PolicyError
 from clusterenv.events import Event, EventLog
+from clusterenv.monitor import start as monitor
 from clusterenv.policy import is_agent
 from clusterenv.policy.sync.rules import Rule
 from clusterenv.policy.weights.packing import Codec
@@ -43,8 +44,7 @@ from clusterenv.vector.results import StepResult, acted_infos, step_result
 
 __all__ = ["ClusterEnv"]
 
-_CLOSE_WAIT_S = 10.0
-"""The longest that `close` waits."""
+_CLOSE_WAIT_S = 10.0  # the longest that `close` waits
 
 
 class ClusterEnv(AsyncCalls):
@@ -64,6 +64,8 @@ class ClusterEnv(AsyncCalls):
         simulator: with an id: step all environments of a worker at once, in EnvPool ("envpool"), in the vector
             environment that the id is registered with ("vector_entry_point"), or in the first of these that there is
             ("native"; the log says which). Default: one by one.
+        name: of this run for `clusterenv status` and the like; default: that of the script.
+        dashboard: show a page about this run; its address is logged (docs/monitoring.md).
 
     Example:
         >>> import clusterenv as ce
@@ -88,12 +90,15 @@ class ClusterEnv(AsyncCalls):
         observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
         resume: str | os.PathLike[str] | None = None,
         simulator: Simulator | None = None,
+        name: str | None = None,
+        dashboard: bool = False,
     ) -> None:
         backend = Local() if backend is None else backend
         check_backend(backend)
         expect("ClusterEnv", "recovery", recovery, Recovery | None)
         expect("ClusterEnv", "copy", copy, bool)
         expect("ClusterEnv", "simulator", simulator, Simulator | None)
+        monitor.check(name, dashboard)
         if simulator is not None:
             env, env_kwargs = native(env, simulator, env_kwargs), None
         plan = blueprint(env, num_envs, env_kwargs, is_remote=backend.is_remote, allow_pickle=backend.allow_pickle)
@@ -111,7 +116,9 @@ class ClusterEnv(AsyncCalls):
         driver, close = starting.start(backend, plan, mode, recovery, self._events, resume)
         self._driver = driver
         # Also runs at garbage collection and at interpreter exit; must not hold `self`.
-        self._teardown = Teardown(close, _CLOSE_WAIT_S)
+        self._teardown = Teardown(
+            monitor.watch(driver, close, plan.spec or env, backend, name, dashboard), _CLOSE_WAIT_S
+        )
         weakref.finalize(self, self._teardown.begin).atexit = False
         self._guard = CallGuard(driver, self._teardown)
         self.autoreset_mode = driver.mode
@@ -318,14 +325,12 @@ class ClusterEnv(AsyncCalls):
             sync: the rule for sending changed weights; default: `Always()`.
             info_keys: keys of the environments' infos to return, as `batch.infos`.
             seed: of the random streams that sample actions, and of the first reset.
-            on_loss: what to do with a lost worker's unfinished fragment: run it again ("rerun"), or flag its columns as
-                invalid ("mask").
+            on_loss: what to do with a lost worker's fragment: run it again ("rerun"), or flag its rows ("mask").
             prefetch: begin the next rollout at once, with the current weights, while the learner works.
-            codec: how weights are encoded: "fp32"; "fp16"; "int8", "int4" or "int2", differences from the weights that
-                the node has; "auto", the smallest of these that changes the policy by at most a quarter of the drift
-                that `sync` tolerates. None: "auto" on a cluster with `APS`, else "fp32".
-            act: where the policy acts: on the "workers"; at the "head", in batches, on the device of the module; or
-                "auto", where the first rollouts are faster (docs/collecting.md).
+            codec: how weights are encoded: "fp32"; "fp16"; "int8", "int4" or "int2", steps from what the node has;
+                "auto", the smallest of these that adds at most a quarter of the drift that `sync` tolerates. None:
+                "auto" on a cluster with `APS`, else "fp32".
+            act: where the policy acts: on the "workers", at the "head" (in batches, on its device), or "auto".
 
         Example:
             >>> import torch, clusterenv as ce

@@ -18,6 +18,9 @@ logger = logging.getLogger("clusterenv")
 output = logging.getLogger("clusterenv.output")
 
 
+LOSSES = ("worker_lost", "env_error", "env_lost")
+"""Kinds of events that report lost episodes."""
+
 _LONGEST = 16_000
 """Characters of a text of an event; of longer ones, the first and last are kept."""
 
@@ -27,9 +30,9 @@ class Event:
     """One event of a slot, worker or node, with the seed and step needed to replay a failure."""
 
     kind: str
-    """"env_error", "worker_lost", "worker_replaced", "worker_moved", "env_rebuilt", "slow", "long_call", "missing_key",
-    "info_not_sent", "pull", "dropped", "resumed", "weights_damaged", "journal_not_written", "log_not_written", or what
-    happened to a node."""
+    """"env_error", "env_lost", "worker_lost", "worker_replaced", "worker_moved", "env_rebuilt", "slow", "long_call",
+    "stack", "missing_key", "info_not_sent", "pull", "dropped", "resumed", "weights_damaged", "journal_not_written",
+    "log_not_written", or what happened to a node."""
     reason: str
     """One line: what happened."""
     slots: tuple[int, ...] = ()
@@ -68,7 +71,7 @@ class EventLog:
     """The last `size` events, and the total number of each kind."""
 
     def __init__(self, size: int = 1000) -> None:
-        self._events: deque[Event] = deque(maxlen=size)
+        self._events: deque[tuple[int, Event]] = deque(maxlen=size)
         self.counts: Counter[str] = Counter()
         self._lost_before = _lost.count
 
@@ -79,7 +82,11 @@ class EventLog:
 
     def __call__(self) -> tuple[Event, ...]:
         self._note_lost_lines()
-        return tuple(self._events)
+        return tuple(event for _, event in self._events.copy())
+
+    def numbered(self) -> list[tuple[int, Event]]:
+        """Return the events with their numbers, which count from 0. Any thread may call it."""
+        return list(self._events.copy())
 
     @property
     def lost_lines(self) -> int:
@@ -92,7 +99,7 @@ class EventLog:
             self._note(Event("log_not_written", f"lines of the log are lost: {_lost.reason}"))
 
     def _note(self, event: Event) -> None:
-        self._events.append(event)
+        self._events.append((self.counts.total(), event))
         self.counts[event.kind] += 1
 
 

@@ -20,6 +20,23 @@ __all__ = ["Recovery", "RestartBook"]
 class Recovery:
     """Options for failures of environments and workers.
 
+    Args:
+        on_error: "restart": the failed slot ends its episode as truncated and invalid, and starts again. "raise": the
+            call raises; the next reset starts the slot again.
+        init_timeout_s: longest time that building one environment may take; None: no limit.
+        reset_timeout_s: longest time for one `reset` of one environment; None: no limit.
+        step_timeout_s: longest time for one `step` of one environment, one method called by `call`, or one forward pass
+            of the policy; None: no limit. After it, the worker is killed and replaced.
+        warn_after_s: warn, with slot and line, when one call of an environment takes longer, and again after twice that
+            time; None: never. A signal asks the worker for the line: the simulator's own `poll` or `nanosleep` may
+            return EINTR.
+        recovery_timeout_s: longest wait for a replacement, before `WorkerLostError`.
+        max_restarts: more failures than this of one slot or worker within `restart_window_s` raise `CrashLoopError`.
+        restart_window_s: time in which failures of one slot or worker are counted together.
+        backoff_s: wait before the second restart in the window, doubled for each further one up to the second value.
+        check: refuse actions outside their space; flag observations and rewards that are NaN, infinite or (of the
+            discrete spaces) out of bounds. Shapes and dtypes are always checked.
+
     Example:
         >>> from clusterenv import Recovery
         >>> Recovery(step_timeout_s=30).on_error
@@ -27,28 +44,15 @@ class Recovery:
     """
 
     on_error: Literal["restart", "raise"] = "restart"
-    """"restart": the failed slot ends its episode as truncated and invalid, and starts again.
-    "raise": the call raises; the next reset starts the slot again."""
     init_timeout_s: float | None = 600.0
-    """Longest time that building one environment may take; None: no limit."""
     reset_timeout_s: float | None = 600.0
-    """Longest time for one `reset` of one environment."""
     step_timeout_s: float | None = 600.0
-    """Longest time for one `step` of one environment, one method called by `call`, or one forward pass of the policy.
-    After it, the worker is killed and replaced."""
     warn_after_s: float | None = 30.0
-    """Warn, with slot and line, when one call of an environment takes longer, and again after twice that time; None:
-    never. A signal asks the worker for the line: the simulator's own `poll` or `nanosleep` may return EINTR."""
     recovery_timeout_s: float = 600.0
-    """Longest wait for a replacement, before `WorkerLostError`."""
     max_restarts: int = 5
-    """More failures than this of one slot or worker within `restart_window_s` raise `CrashLoopError`."""
     restart_window_s: float = 600.0
     backoff_s: tuple[float, float] = (1.0, 60.0)
-    """Wait before the second restart in the window, doubled for each further one up to the second value."""
     check: bool = True
-    """Refuse actions outside their space; flag observations and rewards that are NaN, infinite or (of the discrete
-    spaces) out of bounds. Shapes and dtypes are always checked."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -21,14 +21,23 @@ def _no_ints() -> Any:
 
 @dataclass(frozen=True, repr=False)
 class Episodes:
-    """One row per episode that ended in a rollout, in the order of (t, slot)."""
+    """The episodes that ended in a rollout, in the order of (t, slot).
 
-    slots: Any = field(default_factory=_no_ints)  # [E]
-    t: Any = field(default_factory=_no_ints)  # [E], the row in which it ended
-    returns: Any = field(default_factory=lambda: np.zeros(0))  # [E]
-    lengths: Any = field(default_factory=_no_ints)  # [E]
+    Has no episode whose beginning was stepped by the user: its return is not known.
+
+    Attributes:
+        slots: [E] slot of each episode.
+        t: [E] row in which it ended.
+        returns: [E] sum of its rewards, or the environment's own `info["episode"]["r"]`.
+        lengths: [E] number of its steps, or the environment's own `info["episode"]["l"]`.
+        infos: the info of its last step, one dict per episode; from another machine, only what is plain data.
+    """
+
+    slots: Any = field(default_factory=_no_ints)
+    t: Any = field(default_factory=_no_ints)
+    returns: Any = field(default_factory=lambda: np.zeros(0))
+    lengths: Any = field(default_factory=_no_ints)
     infos: list[dict[str, Any]] = field(default_factory=list)
-    """The info of each episode's last step."""
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -41,13 +50,21 @@ class Episodes:
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """The results of complete episodes, in the order of their seeds."""
+    """The results of complete episodes, in the order of their seeds.
 
-    returns: Any  # [E]
-    lengths: Any  # [E]
-    seeds: Any  # [E]
+    Attributes:
+        returns: [E] sum of each episode's rewards.
+        lengths: [E] number of its steps.
+        seeds: [E] seed that its environment was reset with.
+        frames: images of each recorded episode.
+        infos: the info of its last step, one dict per episode; from another machine, only what is plain data.
+    """
+
+    returns: Any
+    lengths: Any
+    seeds: Any
     frames: list[list[Any]]
-    """Images of each recorded episode."""
+    infos: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def mean(self) -> float:
@@ -57,9 +74,22 @@ class Evaluation:
     def std(self) -> float:
         return float(self.returns.std())
 
+    @property
+    def success_rate(self) -> float | None:
+        """Mean of `is_success` (or else `success`) in the last infos; None if none has it.
+
+        Where some infos have it, an episode without it is no success.
+        """
+        found = [_success(info) for info in self.infos]
+        if all(value is None for value in found):
+            return None
+        return sum(value or 0.0 for value in found) / len(found)
+
     def __repr__(self) -> str:
+        rate = self.success_rate
+        success = "" if rate is None else f", success rate {rate:.3g}"
         recorded = f", {len(self.frames)} recorded" if self.frames else ""
-        return f"Evaluation({len(self.returns)} episodes, return {self.mean:.4g} ± {self.std:.4g}{recorded})"
+        return f"Evaluation({len(self.returns)} episodes, return {self.mean:.4g} ± {self.std:.4g}{success}{recorded})"
 
     def save_gif(self, path: str | os.PathLike[str], episode: int = 0, fps: int = 30) -> None:
         """Write a recorded episode as an animated GIF (needs Pillow)."""
@@ -72,15 +102,22 @@ class Evaluation:
 
 
 class Receipt(NamedTuple):
-    """How stale one worker's columns are."""
+    """How stale one worker's columns are.
+
+    Attributes:
+        worker: number of the worker.
+        slots: its slots.
+        version: of the policy that acted.
+        lag: versions between that one and the newest, when the fragment was delivered.
+        drift: mean divergence of the acting policy from the newest at delivery; None if the rule does not measure it.
+        drift_se: standard error of that mean.
+    """
 
     worker: int
     slots: tuple[int, ...]
     version: int
     lag: int
-    """Versions between the one that acted and the newest."""
     drift: float | None
-    """Mean divergence of the acting policy from the newest at delivery; None if the rule does not measure it."""
     drift_se: float | None
 
 
@@ -105,28 +142,50 @@ class Rollout:
     observation of the next episode, and the true last observation is in `final_obs`.
 
     `obs` (and `last_obs`, `final_obs`) have the structure of the observation space: an array, a dict, a tuple.
+
+    Attributes:
+        obs: [T, N, ...] observations; `actions[t]` was chosen for `obs[t]`.
+        actions: [T, N, ...] as sampled: continuous ones are clipped only for the environment.
+        rewards: [T, N] float64.
+        terminations: [T, N] bool.
+        truncations: [T, N] bool.
+        logprobs: [T, N] float32, log-probability with which the action was sampled.
+        versions: [T, N] int64, version of the acting policy.
+        valid: [T, N] bool; False where an environment was lost, or no row was collected: do not learn from those rows.
+        episode_starts: [T, N] bool; `obs[t]` is the first of its episode.
+        last_obs: [N, ...] observation after row T-1, of the current episode.
+        final_obs: [K, ...] the true last observation of each episode that ended.
+        final_at: [K, 2] int, its (t, n).
+        slots: [N] int, ascending.
+        infos: key → [T, N, ...], with `_key` masks as in Gymnasium; the keys of `collector(info_keys=...)`.
+        episodes: the episodes that ended, see `Episodes`.
+        action_masks: [T, N, actions] bool; None if the policy has no masks.
+        initial_state: recurrent state before row 0, [N, ...] each; None if the policy has none.
+        receipts: version, lag and drift of each worker's columns, see `Receipt`.
+        incarnations: [N] int; increases when a slot's environment is lost.
+        sequence: [N] int, number of earlier fragments of this slot.
     """
 
-    obs: Any  # [T, N, ...]; actions[t] was chosen for obs[t]
-    actions: Any  # [T, N, ...]
-    rewards: Any  # [T, N] float64
-    terminations: Any  # [T, N] bool
-    truncations: Any  # [T, N] bool
-    logprobs: Any  # [T, N] float32, log-probability with which the action was sampled
-    versions: Any  # [T, N] int64, version of the acting policy
-    valid: Any  # [T, N] bool; False where an environment was lost: do not learn from those rows
-    episode_starts: Any  # [T, N] bool; obs[t] is the first of its episode
-    last_obs: Any  # [N, ...]; after row T-1, of the current episode
-    final_obs: Any  # [K, ...]; the true last observation of each episode that ended
-    final_at: Any  # [K, 2] int; its (t, n)
-    slots: Any  # [N] int, ascending
-    infos: dict[str, Any] = field(default_factory=dict)  # key -> [T, N, ...], with "_key" masks as in Gymnasium
+    obs: Any
+    actions: Any
+    rewards: Any
+    terminations: Any
+    truncations: Any
+    logprobs: Any
+    versions: Any
+    valid: Any
+    episode_starts: Any
+    last_obs: Any
+    final_obs: Any
+    final_at: Any
+    slots: Any
+    infos: dict[str, Any] = field(default_factory=dict)
     episodes: Episodes = field(default_factory=Episodes)
-    action_masks: Any = None  # [T, N, actions] bool, where the policy has masks
-    initial_state: Any = None  # pytree [N, ...], recurrent state before row 0
+    action_masks: Any = None
+    initial_state: Any = None
     receipts: tuple[Receipt, ...] = ()
-    incarnations: Any = None  # [N] int; increases when a slot's environment is lost
-    sequence: Any = None  # [N] int; number of earlier fragments of this slot
+    incarnations: Any = None
+    sequence: Any = None
 
     @property
     def num_steps(self) -> int:
@@ -198,6 +257,17 @@ class Rollout:
         skip = ("episodes", "receipts", "slots", "incarnations", "sequence")
         changed = {f.name: map_arrays(convert, getattr(self, f.name)) for f in fields(self) if f.name not in skip}
         return replace(self, **changed)
+
+
+def _success(info: dict[str, Any]) -> float | None:
+    """Return the success that an info reports, as a number; None if it reports none."""
+    for name in ("is_success", "success"):
+        value = info.get(name)
+        if isinstance(value, (bool, int, float, np.generic, np.ndarray)):
+            number = np.asarray(value)
+            if number.size == 1 and number.dtype.kind in "biuf":
+                return float(number.item())
+    return None
 
 
 def map_arrays(function: Callable[..., Any], first: Any, *others: Any) -> Any:

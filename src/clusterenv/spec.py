@@ -72,16 +72,23 @@ class _Payload(NamedTuple):
 
 @dataclass(frozen=True)
 class MakeFromSpec:
+    """Makes a registered environment, and wraps it as `gymnasium.make_vec(wrappers=...)` does."""
+
     spec: EnvSpec
     kwargs: Mapping[str, Any]
+    wrappers: tuple[Callable[[Any], Any], ...] = ()
 
-    def __call__(self) -> gym.Env[Any, Any]:
+    def __call__(self, **changed: Any) -> Any:
         # Gymnasium's passive checker would be one more wrapper in every step; the worker has its own checks.
-        return gym.make(self.spec, **{"disable_env_checker": True, **self.kwargs})
+        env = gym.make(self.spec, **{"disable_env_checker": True, **self.kwargs, **changed})
+        for wrapper in self.wrappers:
+            env = wrapper(env)
+            refuse_other(env, wrapper)
+        return env
 
-    def with_frames(self) -> gym.Env[Any, Any]:
+    def with_frames(self) -> Any:
         """Make the same environment, rendered to images."""
-        return gym.make(self.spec, **{"disable_env_checker": True, **self.kwargs, "render_mode": "rgb_array"})
+        return self(render_mode="rgb_array")
 
 
 def blueprint(
@@ -106,6 +113,8 @@ def blueprint(
     if isinstance(env, (str, EnvSpec)):
         spec = find_spec(env)
         maker, what = MakeFromSpec(spec, dict(env_kwargs or {})), f"env_kwargs of {spec.id}"
+    elif isinstance(env, MakeFromSpec):  # by `make_vec`
+        maker, spec, what = env, env.spec, f"env_kwargs or wrappers of {env.spec.id}"
     elif env_kwargs:
         raise SpecError("env_kwargs goes with an environment id; put the arguments into the thunk: lambda: make(...)")
     else:
@@ -179,6 +188,11 @@ def constructor_takes(env: str | EnvSpec, name: str) -> bool:
 
 
 def _named(env: Any, num_envs: int | None, env_kwargs: Mapping[str, Any] | None) -> Blueprint:
+    if isinstance(env, MakeFromSpec):
+        raise SpecError(
+            "allow_pickle=False: nodes accept no code, so wrappers cannot be sent: apply them in a package on the "
+            'nodes, whose id "package:Name-v0" makes the wrapped environment'
+        )
     if not isinstance(env, str):
         raise SpecError(
             "allow_pickle=False: nodes accept no code, so env has to be an id that they know "

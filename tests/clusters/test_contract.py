@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import threading
 import time
@@ -35,6 +36,24 @@ class TestSlurm(BackendContract):
     def left_behind(self):
         command = ["squeue", "--noheader", "--format=%j %T"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+@pytest.mark.gridengine
+class TestGridEngine(BackendContract):
+    def make_backend(self, folder, **options):
+        # Grid Engine's jobs inherit no variables; the tests may run from a source tree.
+        paths = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        return ce.Command.sge(bind="lo", folder=str(folder), poll_s=1.0, env_vars=paths, **options)
+
+    def ask_to_leave(self, envs, slot, after_s):
+        (place,) = envs.call("place", slots=[slot])
+        job = psutil.Process(place["agent"]).environ()["JOB_ID"]
+        threading.Timer(
+            after_s, subprocess.run, (["qdel", job],), {"check": True, "stdout": subprocess.DEVNULL}
+        ).start()
+
+    def left_behind(self):
+        return real.running["gridengine"].queue()
 
 
 @pytest.mark.ray

@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import clusterenv as ce
 from example_scripts import load, run, summary
@@ -47,6 +48,14 @@ def test_the_example_runs(name, steps, low, high):
     assert summary(output, "steps") >= steps
     assert summary(output, "seconds") > 0
     assert low <= summary(output, "evaluation") <= high
+
+
+def test_ppo_continuous_writes_for_tensorboard(tmp_path):
+    run("ppo_continuous.py", "--total-steps", 3000, "--num-envs", 8, "--workers", 2, "--log", tmp_path)
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    steps = [event.step for event in read.Scalars("collect/steps")]
+    assert steps == [1600, 3200] and {"sync/bytes_saved", "charts/episodic_return"} <= set(read.Tags()["scalars"])
 
 
 @pytest.mark.parametrize("act", ["workers", "head"])

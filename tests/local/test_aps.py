@@ -40,8 +40,51 @@ def test_unchanged_weights_move_no_byte_and_always_moves_every_version():
             collector.publish()  # twice before the rollout: coalesced into what is newest then
             nudge(module, 0.01, generator)
             assert (collector.rollout(4).versions == collector.stats()["version"]).all()
-        assert collector.stats()["pulls"] == 5 and collector.stats()["weight_bytes"] == 5 * size
-        assert collector.stats()["version"] == 8
+        stats, summary = collector.stats(), collector.summary()
+        assert stats["pulls"] == stats["pushes"] == 5 and stats["weight_bytes"] == stats["pushed_bytes"] == 5 * size
+        assert stats["version"] == 8 and stats["threshold"] is None
+        assert summary["sync/bytes_saved"] == summary["sync/pulls_saved"] == summary["sync/lag"] == 0.0
+
+
+def test_a_summary_tells_what_the_rule_and_the_codec_saved_and_how_stale_the_data_was():
+    """Compared with every version that was the newest when fragments were requested, sent whole."""
+    module = net()
+    policy = ce.TorchPolicy(module, dist="categorical")
+    generator = torch.Generator().manual_seed(0)
+    lags, drifts = [], []
+    with ce.ClusterEnv("LunarLander-v3", 8, backend=TWO) as envs:
+        collector = envs.collector(policy, seed=1, sync=ce.APS(threshold=0.05, max_lag=4), codec="fp16")
+        for _ in range(9):
+            batch = collector.rollout(8)
+            lags += [receipt.lag for receipt in batch.receipts]
+            drifts += [receipt.drift for receipt in batch.receipts if receipt.drift is not None]
+            nudge(module, 0.001, generator)
+            collector.publish()  # with the next one, coalesced into what is newest at the next request
+            nudge(module, 0.001, generator)
+        collector.evaluate(episodes=2)  # sends the newest weights: not a pull
+        stats, summary, size = collector.stats(), collector.summary(), len(encoding.encode(policy.weights()))
+    assert stats["pushes"] == 9 and stats["pushed_bytes"] == 9 * size and stats["threshold"] == 0.05
+    assert stats["pulls"] == 5, "rollouts 0, 2, 4, ...: max_lag is reached by two updates of two versions"
+    assert stats["evaluation_bytes"] == size
+    assert summary["sync/pulls_saved"] == 4.0
+    assert summary["sync/bytes_saved"] == 9 * size - stats["weight_bytes"] and stats["weight_bytes"] < 5 * size
+    assert summary["sync/lag"] == np.mean(lags) == pytest.approx(8 / 9)
+    assert summary["sync/mean_drift"] == pytest.approx(np.mean(drifts)) and max(drifts) > 0
+
+
+def test_in_a_stream_always_saves_nothing():
+    module = net(2, 4)
+    generator = torch.Generator().manual_seed(0)
+    with ce.ClusterEnv("CartPole-v1", 8, backend=TWO) as envs:
+        collector = envs.collector(ce.TorchPolicy(module, dist="categorical"), seed=1)
+        for i, _ in enumerate(collector.stream(4)):
+            nudge(module, 0.01, generator)
+            collector.publish()
+            if i == 20:
+                break
+        stats = collector.stats()
+    assert stats["pushes"] == stats["pulls"] > 5 and stats["pushed_bytes"] == stats["weight_bytes"]
+    assert stats["mean_lag"] > 0, "versions are published while fragments run"
 
 
 @pytest.mark.parametrize("rule", [ce.Never(), ce.Every(3), lambda standing: standing.lag == 2])

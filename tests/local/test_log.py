@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
+import os
+import pty
+import re
 import subprocess
 import sys
 import textwrap
@@ -114,6 +118,49 @@ def test_the_wait_for_nodes_is_told_on_a_terminal_after_seconds(silent_log, monk
             ce.ClusterEnv("CartPole-v1", 1, backend=ce.Manual(1, bind="127.0.0.1", start_timeout_s=timeout_s))
         assert terminal.getvalue().count("clusterenv: 0/1 nodes, 0/1 environments, waiting for node 0") == waiting
     assert terminal.getvalue().count("node 0: clusterenv node --join node-0.key") == 2, "what a person has to do"
+
+
+SLOW = """
+    import time
+    import clusterenv as ce, gymnasium as gym
+    from clusterenv import long_waits
+    long_waits._QUIET_S = 0.4
+
+    class Slow(gym.Wrapper):
+        def step(self, action):
+            time.sleep(0.25)
+            return super().step(action)
+
+    makers = [lambda: gym.make("CartPole-v1"), lambda: Slow(gym.make("CartPole-v1"))]
+    with ce.ClusterEnv(makers, backend=ce.Loopback(nodes=2)) as envs:
+        collector = envs.collector(ce.RandomPolicy(), seed=1)
+        collector.rollout(8)
+        collector.rollout(8)
+        collector.evaluate(episodes=4, deterministic=False)
+"""
+
+
+def test_a_long_rollout_and_evaluation_show_their_progress_on_a_terminal_only():
+    done = run(SLOW)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    terminal, other = pty.openpty()
+    try:
+        command = [sys.executable, "-c", textwrap.dedent(SLOW)]
+        with subprocess.Popen(command, stderr=other, stdout=other, stdin=subprocess.DEVNULL) as process:
+            os.close(other)
+            shown = b""
+            with contextlib.suppress(OSError):  # EIO: the script has ended
+                while piece := os.read(terminal, 4096):
+                    shown += piece
+        assert process.returncode == 0
+    finally:
+        os.close(terminal)
+    lines = shown.decode().splitlines()
+    rollouts = [line for line in lines if line.startswith("clusterenv: rollout: ")]
+    assert re.fullmatch(r"clusterenv: rollout: 1 of 2 fragments after \d s, waiting for worker 1", rollouts[0]), lines
+    assert 1 <= len(rollouts) <= 3, "only of the first: the second takes as long"
+    assert re.search(r"clusterenv: evaluation: [02] of 4 episodes after \d s", "\n".join(lines)), lines
+    assert len(lines) == len(rollouts) + sum("evaluation" in line for line in lines), lines
 
 
 def test_what_environments_print_can_be_logged_or_silenced(silent_log, capsys):

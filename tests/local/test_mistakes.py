@@ -24,7 +24,12 @@ BOX = spaces.Box(-1, 1, (3,), np.float32)
 
 @pytest.fixture(scope="module")
 def envs() -> Iterator[ce.ClusterEnv]:
-    with ce.ClusterEnv("CartPole-v1", 2, backend=HERE) as made:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(
+            "CLUSTERENV_MONITOR", "0"
+        )  # begins after a second: the leak check would blame the test of that time
+        made = ce.ClusterEnv("CartPole-v1", 2, backend=HERE)
+    with made:
         yield made
 
 
@@ -92,6 +97,28 @@ MISTAKES = {
         lambda e: ce.make_vec("CartPole-v1", 2, vectorization_mode="async"),
         "vectorization_mode='async'",
         "leave it out",
+    ),
+    "a wrapper instead of a list of them": (
+        lambda e: ce.make_vec("CartPole-v1", 2, wrappers=gym.wrappers.RecordEpisodeStatistics),
+        "make_vec(wrappers=<class RecordEpisodeStatistics>)",
+        "write wrappers=[...]",
+    ),
+    "a misspelt list of wrappers": (
+        lambda e: ce.make_vec("CartPole-v1", 2, wrapper=[gym.wrappers.RecordEpisodeStatistics]),
+        "make_vec(wrapper=",
+        "did you mean wrappers=...?",
+    ),
+    "wrappers of a vector simulator": (
+        lambda e: ce.make_vec("CartPole-v1", 2, wrappers=[gym.Wrapper], simulator="native"),
+        "make_vec(wrappers=...)",
+        "leave out simulator='native'",
+    ),
+    "wrappers for nodes that take no code": (
+        lambda e: ce.make_vec(
+            "CartPole-v1", 2, wrappers=[gym.Wrapper], backend=ce.Loopback(nodes=1, allow_pickle=False)
+        ),
+        "wrappers cannot be sent",
+        '"package:Name-v0"',
     ),
     # collecting
     "class of a rule": (lambda e: collect(e, sync=ce.APS), "sync=<class APS>", "write sync=APS(...)"),
@@ -175,6 +202,8 @@ def test_a_thunk_that_returns_no_environment(workers):
     ):
         with pytest.raises(ce.EnvError, match=what):
             ce.ClusterEnv([thunk] * 2, backend=ce.Local(workers=workers))
+    with pytest.raises(ce.EnvError, match=r"test_mistakes.py, line \d+\) returned None, .* is its `return` missing"):
+        ce.make_vec("CartPole-v1", 2, wrappers=[lambda env: None], backend=ce.Local(workers=workers))
 
 
 @pytest.mark.parametrize(

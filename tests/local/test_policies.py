@@ -525,3 +525,30 @@ def test_arguments_of_collectors_are_checked():
             envs.collector(ce.RandomPolicy()).rollout(0)
         with pytest.raises(ce.SpecError, match="on_loss='drop'"):
             envs.collector(ce.RandomPolicy(), on_loss="drop")
+
+
+def _fused_step(module):
+    module.weight.grad = torch.ones_like(module.weight)
+    torch.optim.SGD([module.weight], lr=1.0, fused=True).step()
+
+
+CHANGES = {
+    "in place": lambda module: module.weight.detach().mul_(2),
+    "a fused optimizer": _fused_step,
+    "through .data": lambda module: module.weight.data.add_(1),
+    "through a numpy view": lambda module: module.weight.detach().numpy().__iadd__(1),
+    "another tensor": lambda module: setattr(module, "weight", torch.nn.Parameter(module.weight.detach() + 1)),
+    "load_state_dict": lambda module: module.load_state_dict({name: w + 1 for name, w in module.state_dict().items()}),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_change_of_the_weights_is_published_however_it_was_made(how):
+    module = torch.nn.Linear(4, 2)
+    with ce.ClusterEnv("CartPole-v1", num_envs=2, backend=ce.Local(workers=0)) as envs:
+        collector = envs.collector(ce.TorchPolicy(module, dist="categorical"), seed=1)
+        versions = [collector.rollout(4).versions.max()]
+        for _ in range(2):
+            CHANGES[how](module)
+            versions += [collector.publish(), collector.publish(), collector.rollout(4).versions.max()]
+    assert versions == [0, 1, 1, 1, 2, 2, 2]

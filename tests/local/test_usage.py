@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -361,6 +362,41 @@ def test_names_are_the_same_for_type_checkers():
     assert set(ce.__all__) <= {*found, "__version__"}
     for name, module in found.items():
         assert getattr(ce, name) is getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("backend", [ce.Local(workers=2), ce.Loopback(nodes=1)], ids=repr)
+def test_make_vec_wraps_each_environment_as_gymnasiums_does(backend):
+    wrappers = [
+        gym.wrappers.RecordEpisodeStatistics,
+        lambda env: gym.wrappers.TransformReward(env, lambda reward: 2 * reward),
+    ]
+    ours = ce.make_vec("CartPole-v1", 4, wrappers=wrappers, backend=backend, max_episode_steps=9)
+    theirs = gym.make_vec("CartPole-v1", 4, "sync", wrappers=wrappers, max_episode_steps=9)
+    try:
+        assert ours.spec.id == theirs.spec.id == "CartPole-v1"
+        same(ours.reset(seed=3), theirs.reset(seed=3))
+        ended = 0
+        for i in range(30):
+            left, right = (list(envs.step(np.full(4, i % 2))) for envs in (ours, theirs))
+            for infos in (left[4], right[4]):
+                infos.get("episode", {}).pop("t", None)  # seconds
+            same(left, right)
+            ended += int(np.sum(left[4].get("_episode", 0)))
+            assert (left[1] % 2.0 == 0.0).all()
+        assert ended > 4
+        recorded = ours.collector(ce.RandomPolicy(), seed=1).evaluate(episodes=2, deterministic=False, record=1)
+        assert len(recorded.frames[0]) == recorded.lengths[0] + 1, "made anew with frames, and wrapped"
+        assert recorded.infos[0]["episode"]["r"] * 2 == recorded.returns[0], "the first wrapper is the innermost"
+    finally:
+        ours.close()
+        theirs.close()
+
+
+@pytest.mark.parametrize("made", [ce.Recovery, ce.Rollout, ce.rollout.Episodes, ce.Receipt, ce.Evaluation])
+def test_help_describes_every_field(made):
+    fields = getattr(made, "_fields", None) or [field.name for field in dataclasses.fields(made)]
+    described = re.findall(r"^ {8}(\w+): \S", made.__doc__, re.MULTILINE)
+    assert described == list(fields), "each on a line of its own, in their order"
 
 
 def test_the_types_and_the_common_errors_are_at_the_top():

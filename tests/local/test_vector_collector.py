@@ -255,6 +255,8 @@ def test_evaluations_equal_those_one_by_one(mode: AutoresetMode) -> None:
     for left, right in zip(evaluate(one_by_one(4), 2), evaluate(vector(mode), 1), strict=True):
         assert left.lengths.tolist() == right.lengths.tolist()
         assert left.returns.tolist() == right.returns.tolist()
+        np.testing.assert_equal(right.infos, left.infos)
+        assert len(left.infos) == 7 and all(left.infos)
 
 
 class Masked(gym.Env):

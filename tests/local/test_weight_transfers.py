@@ -37,6 +37,7 @@ def test_weights_sent_again_to_a_replaced_node_are_counted():
         stats = collector.stats()
     assert [node["pulls"] for node in stats["nodes"]] == [2, 1], "the one that was replaced pulled the same again"
     assert [node["weight_bytes"] for node in stats["nodes"]] == [2 * size, size]
+    assert [node["pushed_bytes"] for node in stats["nodes"]] == [2 * size, size], "so would `Always`: this is its rule"
     assert stats["held_version"] == stats["version"] == 0
 
 

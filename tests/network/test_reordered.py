@@ -106,7 +106,7 @@ def test_messages_of_an_earlier_session_that_come_again(tmp_path, monkeypatch):
 
     def keep(self, arrived, now):
         heads[:] = [self]
-        if is_kept[0] and self._admission.node_of.get(arrived.key) == 0:
+        if is_kept[0] and self.admission.node_of.get(arrived.key) == 0:
             said.append(arrived._replace(frames=[bytes(frame) for frame in arrived.frames]))
         hear(self, arrived, now)
 

@@ -15,7 +15,7 @@ _HEAD = """
 import sys, time
 import numpy as np
 import clusterenv as ce
-from clusterenv import Kubernetes, Ray, Slurm
+from clusterenv import Command, Kubernetes, Ray, Slurm
 
 envs = ce.ClusterEnv("CartPole-v1", {num_envs}, backend={backend!r})
 envs.reset(seed=1)

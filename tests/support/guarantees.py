@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-PLACES = {"slurm": "SLURM", "kubernetes": "Kubernetes", "ray": "Ray"}
+PLACES = {"slurm": "SLURM", "gridengine": "Grid Engine", "kubernetes": "Kubernetes", "ray": "Ray"}
 
 CONTRACT = {
     "test_a_killed_worker_is_replaced": (1,),

@@ -47,11 +47,12 @@ def start() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind("")  # an abstract address, chosen by the kernel
         listening.listen(64)
+        paths = [_SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])]  # another tree than the installed one
         _parent = subprocess.Popen(
             [sys.executable, "-m", "prefork", str(listening.fileno())],
             stdin=subprocess.PIPE,
             pass_fds=[listening.fileno()],
-            env={**os.environ, "PYTHONPATH": _SUPPORT, "OPENBLAS_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"},
             start_new_session=True,
         )
         _address = listening.getsockname()

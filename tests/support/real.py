@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-KINDS = ("slurm", "ray", "kubernetes")
+KINDS = ("slurm", "gridengine", "ray", "kubernetes")
 running: dict[str, Any] = {}
 _stack = contextlib.ExitStack()
 
@@ -20,6 +20,11 @@ def start(kinds: set[str]) -> None:
         from slurm_cluster import SlurmCluster
 
         running["slurm"] = _stack.enter_context(SlurmCluster())
+
+    if "gridengine" in kinds:
+        from grid_engine import GridEngine
+
+        running["gridengine"] = _stack.enter_context(GridEngine())
 
     if "ray" in kinds:
         from ray_cluster import RayCluster

@@ -123,7 +123,11 @@ PARTIAL = RESULT._replace(
 FAILED = FragmentResult(0, -1, Finals(None, None, []), [], {}, None, ("no", "..."), None, 0.0, 0.0)
 FRAGMENT = RunFragment(NUMBER, STEPS, 0, {}, [0, 0, 0])
 EVALUATE = Evaluate(NUMBER, [1, 4, 7], 0, True, 2, {}, [], 0)
-EPISODES = [PlayedEpisode(1, 1.0, 2, [1, 2, 3]), PlayedEpisode(4, 1.0, 2, None), PlayedEpisode(7, 0.5, 9, None)]
+EPISODES = [
+    PlayedEpisode(1, 1.0, 2, [1, 2, 3]),
+    PlayedEpisode(4, 1.0, 2, None),
+    PlayedEpisode(7, 0.5, 9, None, {"won": True}),
+]
 BUILT = Built(NUMBER, BOX, DISCRETE, {"render_modes": []}, None, [(5, DISCRETE, BOX)], [])
 
 

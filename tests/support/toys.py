@@ -205,3 +205,20 @@ class ReportsImports(gym.Env):
 
     def native_threads(self):
         return len(os.listdir("/proc/self/task"))
+
+
+class Hanging(gym.Wrapper):
+    """Hangs in `where_it_hangs` as soon as the file `flag` exists."""
+
+    def __init__(self, env, flag):
+        super().__init__(env)
+        self.flag = flag
+
+    def step(self, action):
+        if self.flag.exists():
+            where_it_hangs()
+        return super().step(action)
+
+
+def where_it_hangs():
+    time.sleep(60)

@@ -299,13 +299,15 @@ def test_results_in_parts():
 def test_frames_in_parts():
     request = asked(Kind.CALL, EVALUATE)
     frames = [np.full(3 << 20, i, np.uint8) for i in range(10)]
-    played = [PlayedEpisode(1, 1.5, 9, frames), *EPISODES[1:]]
+    played = [PlayedEpisode(1, 1.5, 9, frames, {"won": True}, "no handle"), *EPISODES[1:]]
     parts = list(split(Reply(NUMBER, [], result=played)))
     assert len(parts) == 4
     for part in parts:
         reply = record(request, [], check(request, KNOWN, [], part.last, answer(part)), 0)
     assert [frame[0] for frame in reply.result[0].frames] == list(range(10))
-    assert reply.result[0]._replace(frames=None) == PlayedEpisode(1, 1.5, 9, None) and reply.result[1:] == EPISODES[1:]
+    assert [part.result[0].info for part in parts[:-1]] == [{}, {}, {}], "it is sent once"
+    assert reply.result[0]._replace(frames=None) == PlayedEpisode(1, 1.5, 9, None, {"won": True}, "no handle")
+    assert reply.result[1:] == EPISODES[1:]
 
 
 @pytest.mark.parametrize("results", [[], [1, 2], [1, 2, 3, 4], None, 7], ids=str)
@@ -324,6 +326,10 @@ def test_another_number_of_results(results):
         [EPISODES[0], EPISODES[1]._replace(frames=[1, 2, 3]), EPISODES[2]],
         [EPISODES[0], EPISODES[1]._replace(length=2**70), EPISODES[2]],
         [EPISODES[0], EPISODES[1]._replace(total=1), EPISODES[2]],
+        [EPISODES[0], EPISODES[1]._replace(info=[("won", True)]), EPISODES[2]],
+        [EPISODES[0], EPISODES[1]._replace(info=None), EPISODES[2]],
+        [EPISODES[0], EPISODES[1]._replace(not_sent="x" * 2000), EPISODES[2]],
+        [EPISODES[0], EPISODES[1]._replace(not_sent=None), EPISODES[2]],
         [1, 2, 3],
     ],
     ids=str,

@@ -15,12 +15,14 @@ from clusterenv.backends.local import split
 from clusterenv.engine.health import PaceWatch
 from clusterenv.engine.workers import Workers
 from clusterenv.events import Event
+from clusterenv.long_waits import LongWaits
 from clusterenv.memory.progress import PHASES
 from clusterenv.memory.rows import assemble, flatten, leaves_of, make_layout
 from clusterenv.recovery import RestartBook
 from clusterenv.wire import infos
 from clusterenv.wire.channel import FrameReader, encode, encode_quick
 from clusterenv.wire.requests import Close
+from clusterenv.worker.pace import Pace
 from toys import same
 
 
@@ -43,6 +45,22 @@ def test_failures_leave_the_window():
     assert book.failed("slot 0", "second", 101.0) == 101.0
     with pytest.raises(ce.CrashLoopError, match=r"(?s)failed 2 times.*second.*third"):
         book.failed("slot 0", "third", 150.0)
+
+
+def test_a_long_wait_shows_a_line_when_it_has_doubled_and_the_next_one_only_if_it_is_much_longer():
+    waits = LongWaits()
+
+    def lines(begin, lasts):
+        waits.begin(begin)
+        shown = [s for s in range(lasts) if waits.is_due(begin + s)]
+        waits.end(begin + lasts)
+        return shown
+
+    assert lines(100.0, 5) == []
+    assert lines(200.0, 300) == [10, 20, 40, 80, 140, 200, 260], "twice the last one, doubled, then once a minute"
+    assert lines(600.0, 500) == [], "nothing new"
+    assert lines(2000.0, 8) == []
+    assert lines(3000.0, 17) == [16]
 
 
 values = st.one_of(
@@ -142,3 +160,20 @@ def test_who_hangs_and_who_is_slow():
     times = np.array([0.01, 0.011, 0.012, 0.2, 0.0])
     assert [slot for slot, _ in pace.newly_slow(times)] == [3] and pace.newly_slow(times) == []
     assert PaceWatch().newly_slow(times / 1e4) == [], "far below a millisecond nobody is slow"
+    times[3] = 0.012
+    assert pace.newly_slow(times) == [] and pace.slow == set(), "not slow any more"
+
+
+def test_a_single_step_that_is_held_up_makes_no_environment_slow():
+    pace_s = np.zeros(1)
+    pace = Pace(pace_s)
+    for elapsed_s in (0.5, *[1e-5] * 8):  # the first one imports something
+        pace.note(0, elapsed_s)
+    assert pace_s[0] < 0.003
+    for _ in range(8):
+        pace.note(0, 1e-5)
+    pace.note(0, 0.02)
+    assert pace_s[0] < 5e-5
+    for _ in range(12):
+        pace.note(0, 0.02)
+    assert pace_s[0] > 0.005, "it has become slow"

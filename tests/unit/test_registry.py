@@ -43,6 +43,7 @@ def test_ours_are_found_without_an_installation(others):
         ce.Slurm,
         ce.Kubernetes,
         ce.Ray,
+        ce.Command,
     ]
     backends = [ce.Slurm(nodes=1), ce.Kubernetes(nodes=1, image="x"), ce.Ray(nodes=1)]
     assert all(isinstance(backend, CollectsGarbage) for backend in backends)
@@ -59,7 +60,7 @@ def test_those_of_other_packages(others):
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ([], "there is no backend 'other', only local, loopback, manual, slurm, kubernetes, ray"),
+        ([], "there is no backend 'other', only local, loopback, manual, slurm, kubernetes, ray, command"),
         (["a:A", "b:B"], "several packages have a backend 'other': a:A and b:B"),
         (["no_such_module_here:A"], r"'other' \(no_such_module_here:A\) cannot be loaded: ModuleNotFoundError"),
         (["os:path"], r"'other' \(os:path\) is no class"),

@@ -319,6 +319,19 @@ def test_slots_of_a_vector_environment_that_was_rebuilt_for_a_reset_of_some_repo
         assert [world.of_number(number).t for number in obs[:, 0]] == [1, 1]
 
 
+def test_an_event_reports_the_episode_of_a_slot_that_was_lost_with_others_of_its_vector_environment() -> None:
+    with opened(2, 1, is_vector=True) as (_, envs):
+        envs.reset()
+        envs.step(np.zeros(2, np.int64))
+        envs._driver.executor.kill(0)
+        envs.reset(options=FIRST)  # slot 0 begins another episode; slot 1 has not reported its loss yet
+        envs.send(np.zeros(2, np.int64))  # both report one, in rows that the next reset gives up
+        envs.reset(options={"reset_mask": ~FIRST["reset_mask"]})
+        next(envs.collector(policy(), seed=1).stream(2))
+        lost = [event.slots for event in envs.events() if event.kind in ("worker_lost", "env_lost")]
+        assert lost == [(0, 1), (0,)]
+
+
 def test_a_vector_environment_is_not_rebuilt_over_a_row_that_has_arrived() -> None:
     with opened(2, 1, is_vector=True) as (world, envs):
         envs.reset()

@@ -68,6 +68,30 @@ def test_weights_travel_once_to_a_machine_and_are_counted_as_they_do(told):
     assert told.ledger.held_version == -1, "the other machine has none"
 
 
+def test_what_always_would_send_is_counted_per_machine_and_session(told):
+    ledger, nodes = told.ledger, told.nodes
+    machine = ledger.of(0)
+    ledger.push(0)
+    assert nodes[0].pushes == 0, "nothing is published yet"
+    machine.newest = 3, 100
+    for worker in (0, 1, 0):
+        ledger.push(worker)
+    assert (nodes[0].pushes, nodes[0].pushed_bytes, nodes[1].pushes) == (1, 100, 0), "once for both workers"
+    machine.newest = 5, 100
+    ledger.evaluate(machine, b"y" * 100)
+    ledger.push(0)
+    assert nodes[0].pushes == 1, "what is loaded only for an evaluation is counted apart"
+    ledger.end_evaluation()
+    ledger.push(1)
+    assert (nodes[0].pushes, nodes[0].pushed_bytes) == (2, 200)
+    ledger.placed(0, 0, 7)
+    ledger.push(0)
+    assert (nodes[0].pushes, nodes[0].pushed_bytes) == (3, 300), "a new session has nothing"
+    ledger.attach(SimpleNamespace(nodes=[Node(), Node()]))
+    ledger.push(0)
+    assert (nodes[0].pushes, ledger.attached.nodes[0].pushes) == (3, 0), "nothing is decided for the new policy yet"
+
+
 def test_weights_are_not_written_over_before_they_are_read(told):
     machine = told.ledger.of(0)
     told.ledger.assign(machine, 0, b"x" * 100)

@@ -6,9 +6,9 @@ The classes are imported on first use, through `clusterenv`, which maps each nam
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from clusterenv import Kubernetes, Local, Loopback, Manual, Ray, Slurm
+    from clusterenv import Command, Kubernetes, Local, Loopback, Manual, Ray, Slurm
 
-__all__ = ["Kubernetes", "Local", "Loopback", "Manual", "Ray", "Slurm"]
+__all__ = ["Command", "Kubernetes", "Local", "Loopback", "Manual", "Ray", "Slurm"]
 
 if not TYPE_CHECKING:
 

@@ -102,6 +102,7 @@ def start(
             supervisor.keep(jobs, nodes, await_return(head, nodes) if run.pairs is None else ())
         if isinstance(jobs, DescribesJobs):
             emit(logging.INFO, jobs.describe())
+            head.job_state, head.job_log = jobs.state, jobs.log_tail
         head.needed_nodes = remote.min_nodes or nodes
         _await(head, address, supervisor, jobs, remote, nodes, blueprint.num_envs)
         head.share_out()

@@ -20,6 +20,7 @@ OWN = {
     "slurm": "clusterenv.backends.slurm:Slurm",
     "kubernetes": "clusterenv.backends.kubernetes:Kubernetes",
     "ray": "clusterenv.backends.ray:Ray",
+    "command": "clusterenv.backends.command:Command",
 }
 """Not entry points: they must also be found in a source tree, and no other package may replace them."""
 

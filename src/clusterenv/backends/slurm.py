@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from clusterenv.backends.contract import Jobs, Plan
+from clusterenv.backends.launch.placeholders import split_words
 from clusterenv.backends.remote import Remote
+from clusterenv.backends.slurm_template import (
+    check_template,
+    fill_template,
+    header_options,
+    option_line,
+    read_template,
+)
 from clusterenv.errors import SpecError, StartError
 
 _SIGNAL_S = 60  # SLURM's default for `--signal=TERM` without a time
@@ -41,6 +49,9 @@ class Slurm(Remote):
             command must see `folder` under the same path, use the host's network, and receive SIGTERM.
         grace_s: seconds from SIGTERM to SIGKILL in which a node hands over its results; SIGTERM is sent this long
             before the time limit (`--signal`). Preemption and `scancel` use the site's settings (GraceTime, KillWait).
+        template: your site's own batch script, as text or as the path of a file, with `exec {command}` where the node
+            starts; {name}, {log} and {cores} may be used too. Options that it does not set itself are added to its
+            `#SBATCH` lines; what `setup` and `env_vars` would do belongs in its text.
         mode: "submit" submits jobs; "srun" starts steps within the allocation in which this script runs.
         on_head_node: with "srun": count the node on which this script runs as one of `nodes`.
         folder: for keys, on a file system that the nodes can see. Logs stay in its `logs`.
@@ -64,6 +75,7 @@ class Slurm(Remote):
     python: str | None = field(default=None, kw_only=True)
     wrap: str | Sequence[str] = field(default=(), kw_only=True)
     grace_s: int = field(default=30, kw_only=True)
+    template: str | os.PathLike[str] | None = field(default=None, kw_only=True)
     folder: str | os.PathLike[str] | None = field(default="~/.clusterenv", kw_only=True)
     # The lease is long because suspending the script (Ctrl-Z) must not end jobs that would have to queue again.
     heartbeat_s: tuple[float, float, float] = field(default=(1.0, 10.0, 300.0), kw_only=True)
@@ -83,11 +95,24 @@ class Slurm(Remote):
             )
         if self.python == "":
             raise SpecError("Slurm(python=''): expected the path or name of an interpreter on the nodes")
-        object.__setattr__(self, "wrap", _words(self.wrap))
+        object.__setattr__(self, "wrap", split_words("Slurm", "wrap", self.wrap))
         words = [("wrap", word) for word in self.wrap]
         for name, value in [*self.options().items(), *self.env_vars.items(), ("python", self.python), *words]:
             if value is not None and any(ord(letter) < 32 for letter in str(value)):
                 raise SpecError(f"Slurm: {name}={value!r} has a line break or another control character")
+        if self.template is not None:
+            self._read_template(self.template)
+
+    def _read_template(self, template: str | os.PathLike[str]) -> None:
+        """Replace `template` by its text, so that a file that is changed later does not change this run."""
+        for name, is_given in (("setup", self.setup), ("env_vars", self.env_vars), ("mode", self.mode != "submit")):
+            if is_given:
+                where = "it is for jobs that are submitted" if name == "mode" else "write those lines in the template"
+                raise SpecError(f"Slurm(template=..., {name}={getattr(self, name)!r}): {where}")
+        text = read_template(template)
+        chosen = [name for name in self.options() if name != "cpus-per-task" or self.cpus_per_worker != 1]
+        check_template(text, chosen)
+        object.__setattr__(self, "template", text)
 
     def options(self) -> dict[str, str | int | None]:
         """Return the `sbatch` options that the user chose."""
@@ -128,16 +153,6 @@ def log_file(plan: Plan, node: int) -> Path:
     return plan.folder.parent / "logs" / plan.run / f"node-{node}.log"
 
 
-def _words(wrap: str | Sequence[str]) -> tuple[str, ...]:
-    try:
-        words = tuple(shlex.split(wrap) if isinstance(wrap, str) else wrap)
-    except (TypeError, ValueError) as error:
-        raise SpecError(f"Slurm(wrap={wrap!r}): expected a string or a list of words ({error})") from None
-    if not all(isinstance(word, str) for word in words):
-        raise SpecError(f"Slurm(wrap={wrap!r}): expected a string or a list of words")
-    return words
-
-
 # -- scripts and commands -----------------------------------------------------------------------------------------
 
 
@@ -153,15 +168,18 @@ def job_script(slurm: Slurm, name: str, command: Sequence[str], log: Path, folde
         "signal": f"B:TERM@{slurm.grace_s}",
         **slurm.options(),
     }
-    lines = ["#!/bin/bash"]
-    for option, value in options.items():
-        lines.append(f"#SBATCH --{option}" if value is None else f"#SBATCH --{option}={shlex.quote(str(value))}")
+    if isinstance(slurm.template, str):
+        values = {"command": shlex.join([*slurm.wrap, *command]), "name": name, "log": shlex.quote(str(log))}
+        values["cores"] = str(slurm.workers_per_node * slurm.cpus_per_worker)
+        return fill_template(slurm.template, options, values)
+    lines = ["#!/bin/bash", *(option_line(option, value) for option, value in options.items())]
     return "\n".join([*lines, *script_body(slurm, command)])
 
 
 def grace_options(slurm: Slurm) -> list[str]:
-    """Return the options that tell an agent how long it has after SIGTERM; a `--signal` in `extra` takes precedence."""
-    own = str(slurm.extra.get("signal") or "")
+    """Return the options that tell an agent how long it has after SIGTERM; a user's own `--signal` takes precedence."""
+    header = header_options(slurm.template) if isinstance(slurm.template, str) else {}
+    own = str(slurm.extra.get("signal") or header.get("signal") or "")
     given = re.fullmatch(r"(?:\w+:)?(?:SIG)?(?:TERM|15)(?:@(\d+))?", own, re.IGNORECASE)
     seconds = slurm.grace_s if given is None else int(given[1] or _SIGNAL_S)
     return ["--grace-s", str(seconds)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -57,7 +57,6 @@ from clusterenv.wire.messages import (
 
 _MOST = 64  # messages to read before anything else is checked, for example the caller's deadline
 _TICK_S = 0.02  # interval between the roster's ticks
-
 _LATE_BYTES = 1 << 14  # least size to count for an answer without an open request: few are normal, after a move
 
 
@@ -88,7 +87,7 @@ class Head:
         nodes = len(admission.node_of)
         self.timing = timing
         self._ending = Ending()
-        self._admission = admission
+        self.admission = admission
         self._events = events
         self._supervisor = supervisor
         self.roster = Roster(nodes, timing.dead_after_s, timing.move_after_s, invited)
@@ -103,14 +102,16 @@ class Head:
         self.leaving: frozenset[int] = frozenset()
         """Shards that are to move; the executor decides when (`release`)."""
         self.refusals: dict[int, str] = {}
+        # The scheduler's state of a node's job, and the end of its log; set by the backend.
+        self.job_state: Callable[[int], str] = lambda node: ""
+        self.job_log: Callable[[int], str] = lambda node: ""
         self.needed_nodes = 1
         """The run ends with an error if fewer nodes can run its environments."""
-        self._traffic = Traffic(nodes)
+        self.traffic = Traffic(nodes)
         self.dropped = 0
         """Messages of sessions that are over, that match no open request, or that break the protocol."""
-        self._read_all_at = 0.0  # when nothing was left to read
         self._unchecked = 0  # messages read since nodes were checked for silence
-        self._next_tick = self._next_beat = 0.0
+        self._next_tick = self._next_beat = self._read_all_at = 0.0  # the last: when nothing was left to read
         self._listening_since = self._listened_at = time.monotonic()
         self._mine = Listener(self._advance)
         self._poller = zmq.Poller()
@@ -156,7 +157,7 @@ class Head:
         A node that joins later and does not match is refused.
         """
         with self._mine:
-            return self._admission.need(names, sorted(self._active))
+            return self.admission.need(names, sorted(self._active))
 
     def answered_nothing(self, shard: int, size: int) -> None:
         """Count an answer that matches no open request: late, or a flood."""
@@ -214,7 +215,7 @@ class Head:
                     self.roster.heard(node, self.roster.session(node), now)
 
     def _hear(self, arrived: Arrived, now: float) -> None:
-        node = self._admission.node_of.get(arrived.key)
+        node = self.admission.node_of.get(arrived.key)
         if node is None:
             return
         peer = self._peers.get(arrived.route)
@@ -224,7 +225,7 @@ class Head:
         if len(arrived.frames) > 1:
             is_active = self._active.get(node) is peer
             peer.reader.limit = self.inbox.limit(node, self.roster.shards(node) if is_active else ())
-        self._traffic.received(node, arrived.frames)
+        self.traffic.received(node, arrived.frames)
         try:
             said = peer.reader.read(arrived.frames)
             if said is None:
@@ -283,10 +284,10 @@ class Head:
 
     def _hello(self, peer: Peer, hello: Hello, now: float) -> None:
         before = self._active.get(peer.node)
-        done = self.roster.hello(peer.node, hello.instance, self._admission.check(hello), now)
+        done = self.roster.hello(peer.node, hello.instance, self.admission.check(hello), now)
         if any(isinstance(item, Admit) for item in done):
             self._active[peer.node] = peer
-            self._admission.admitted(peer.node, hello)
+            self.admission.admitted(peer.node, hello)
             self.refusals.pop(peer.node, None)
             where = f"{hello.host} (process {hello.pid}, {hello.cores} cores)"
             kind = "node_joined" if before is None else "node_back"
@@ -330,7 +331,7 @@ class Head:
         for item in instructions:
             if isinstance(item, Admit):
                 self.inbox.joined(item.node)
-                self._send(item.node, self._admission.welcome(item.node, item.session, self.timing))
+                self._send(item.node, self.admission.welcome(item.node, item.session, self.timing))
             elif isinstance(item, ShardUnassigned):
                 if item.is_there:
                     self.inbox.left(item.node, item.shard)
@@ -356,7 +357,7 @@ class Head:
 
     def _say(self, peer: Peer, session: int, message: Any, payload: Sequence[Any] = ()) -> bool:
         for frames in to_wire(session, message, payload):
-            self._traffic.sent(peer.node, frames)
+            self.traffic.sent(peer.node, frames)
             if not self._socket.send(peer.route, frames):
                 return False
         return True
@@ -374,7 +375,7 @@ class Head:
 
     def stats(self) -> dict[str, Any]:
         return {
-            **self._traffic.stats(),
+            **self.traffic.stats(),
             "refused_keys": self._socket.refused,
             "dropped_messages": self.dropped,
             "missing_nodes": self.roster.missing,

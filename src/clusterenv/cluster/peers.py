@@ -77,6 +77,10 @@ class Admission:
     def admitted(self, node: int, hello: Hello) -> None:
         self._hellos[node] = hello
 
+    def hello(self, node: int) -> Hello | None:
+        """Return what this node said when it last joined."""
+        return self._hellos.get(node)
+
     def welcome(self, node: int, session: int, timing: Timing) -> Welcome:
         """Return the message that begins a session of this node: it uses the compressors that both sides have."""
         codecs = tuple(name for name in installed_codecs() if name in self._hellos[node].codecs)

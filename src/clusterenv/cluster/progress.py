@@ -1,10 +1,11 @@
-"""Track what the workers of nodes are doing, from the nodes' beats. Pure."""
+"""Track what the workers of nodes are doing, and the load of their machines, from the nodes' beats. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from clusterenv.errors import ProtocolError
+from clusterenv.system.host_load import HostSample
 from clusterenv.wire.messages import Beat
 
 
@@ -13,6 +14,8 @@ class WorkerProgress:
         self._shard_of: dict[int, int] = {}  # worker → shard
         self._num_phases = 0
         self._known: dict[int, tuple[int, int, int, int]] = {}  # worker → pid, slot, phase, step
+        self.loads: dict[int, HostSample] = {}
+        """Node → the load of its machine."""
 
     def expect(self, shard_of: Sequence[int], num_phases: int) -> None:
         """Set which shard each worker belongs to, and how many phases there are."""
@@ -22,6 +25,10 @@ class WorkerProgress:
         """Keep the progress of a node's own workers. Raises ProtocolError if it is impossible."""
         if len(beat.progress) > len(self._shard_of):
             raise ProtocolError(f"the progress of {len(beat.progress)} workers, of a run with {len(self._shard_of)}")
+        if beat.host is not None:
+            if not beat.host.is_plausible():
+                raise ProtocolError("an impossible load of its machine")
+            self.loads[node] = beat.host
         for worker, pid, slot, phase, step in beat.progress:
             if not 0 <= phase < self._num_phases:
                 raise ProtocolError(f"a worker in the unknown phase {phase}")

@@ -120,6 +120,17 @@ class Roster:
     def session(self, node: int) -> int:
         return self._nodes[node].session
 
+    @property
+    def num_nodes(self) -> int:
+        return len(self._nodes)
+
+    def is_invited(self, node: int) -> bool:
+        """Return whether this node takes part in the run."""
+        return node in self._invited
+
+    def heard_at(self, node: int) -> float:
+        return self._nodes[node].heard_at
+
     def holder(self, shard: int) -> int | None:
         """Return the node that has this shard."""
         return self._holder.get(shard)

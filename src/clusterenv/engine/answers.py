@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clusterenv.engine.checking import is_int, is_policy_error, is_text, need
+from clusterenv.engine.checking import is_int, is_policy_error, is_reason, is_text, need
 from clusterenv.engine.fragment_answers import check_fragment, check_missing, unpack_arrays, unpack_finals
 from clusterenv.engine.requests import Kind, Request
 from clusterenv.errors import ProtocolError
@@ -291,27 +291,31 @@ def _check_result(request: Request, known: Known, reply: Reply) -> None:
         return
     need(isinstance(result, list), "no results")
     if isinstance(message, Evaluate):
-        _check_episodes(message, [*request.parts], result, reply.last)
+        # A vector environment begins the next episode before its last frame could be rendered.
+        _check_episodes(message, [*request.parts], result, reply.last, 0 if known.is_vector else 1)
     elif not known.is_vector:
         count = 0 if isinstance(message, SetAttr) else len(request.slots)
         so_far = len(request.parts) + len(result)
         need(so_far == count if reply.last else so_far < count, f"{so_far} results, where {count} are expected")
 
 
-def _check_episodes(message: Evaluate, so_far: list[Any], part: list[Any], last: bool) -> None:
+def _check_episodes(message: Evaluate, so_far: list[Any], part: list[Any], last: bool, more_frames: int) -> None:
+    """Check a part of the episodes; recorded ones have a frame for each step, and `more_frames`."""
     for episode in part:
         need(isinstance(episode, PlayedEpisode) and is_int(episode.number), "results that are not episodes")
         fits = isinstance(episode.total, float) and is_int(episode.length) and 0 <= episode.length < 1 << 62
         need(fits and episode.number in message.episodes, "episodes that were not requested")
         frames = isinstance(episode.frames, list) if episode.number < message.record else episode.frames is None
         need(frames, "frames that do not match the request")
+        need(type(episode.info) is dict and is_reason(episode.not_sent), "an episode whose info is malformed")
     join(so_far, part)
     numbers = [episode.number for episode in so_far]
     need(len(set(numbers)) == len(numbers), "a duplicate episode")
     if last:
         need(sorted(numbers) == sorted(message.episodes), "too few episodes")
         for episode in so_far:
-            need(episode.frames is None or len(episode.frames) == episode.length + 1, "the wrong number of frames")
+            frames, count = episode.frames, episode.length + more_frames
+            need(frames is None or len(frames) == count, "the wrong number of frames")
 
 
 def _check_built(request: Request, known: Known, built: Built) -> None:

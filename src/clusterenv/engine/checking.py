@@ -6,9 +6,10 @@ from typing import Any
 
 from clusterenv.errors import ProtocolError
 
-__all__ = ["is_int", "is_policy_error", "is_text", "need"]
+__all__ = ["is_int", "is_policy_error", "is_reason", "is_text", "need"]
 
 _LONGEST_TEXT = 1 << 20
+_LONGEST_REASON = 1000
 
 
 def need(holds: bool, what: str) -> None:
@@ -23,6 +24,11 @@ def is_int(value: Any) -> bool:
 
 def is_text(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= _LONGEST_TEXT
+
+
+def is_reason(value: Any) -> bool:
+    """Return whether this can say why an info was not sent; "" if it was."""
+    return isinstance(value, str) and len(value) < _LONGEST_REASON
 
 
 def is_policy_error(value: Any) -> bool:

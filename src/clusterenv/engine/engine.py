@@ -18,7 +18,7 @@ from clusterenv.engine.health import Health, PaceWatch
 from clusterenv.engine.inputs import Cause, Exit, Placed, Stack, WeightsHeld, WeightsRefused, WeightsSent
 from clusterenv.engine.instructions import PutWeights
 from clusterenv.engine.requests import Kind, Request
-from clusterenv.engine.slots import Env
+from clusterenv.engine.slots import REBUILT_FOR_OTHERS, Env
 from clusterenv.engine.state import State
 from clusterenv.engine.workers import Progress
 from clusterenv.events import Event
@@ -65,8 +65,9 @@ class Engine:
         place = {slot: i for i, slot in enumerate(slots)}
         if state.is_vector and state.slots:
             for stepped in state.workers:
-                if stepped.slots[0] in place:
-                    state.slots.unite(stepped.slots)
+                united = state.slots.unite(stepped.slots) if stepped.slots[0] in place else []
+                if united:  # the rows that report it may be given up before they are delivered
+                    state.events.add(Event("env_lost", REBUILT_FOR_OTHERS, tuple(united), stepped.index))
         live: list[list[int]] = [[] for _ in state.workers]
         for slot in slots:
             asked = state.slots.step(slot)
@@ -149,7 +150,7 @@ class Engine:
         elif isinstance(message, Stack):
             event = self.health.long_call(worker, message.text, at, now_s)
             if event is not None:
-                state.events.add(event)
+                state.events.add(event, logging.INFO if event.kind == "stack" else logging.WARNING)
         elif isinstance(message, Built):
             built = state.requests.get(worker, message.request)
             if built is not None:
@@ -178,13 +179,13 @@ class Engine:
             return
         in_fragment = request.kind in (Kind.POLICY, Kind.FRAGMENT)
         if in_fragment:
-            result = self.collecting.replied(request, reply)
+            result = self.collecting.replied(request, reply, now_s)
             if result is not None:
                 self.count_steps(result.num_steps)
         elif request.kind is Kind.REBUILD:
             self._rebuilt(reply)
         else:
-            self._stepped(request, reply)
+            self._stepped(request, reply, now_s)
         for fault in reply.faults:
             # A step queued behind an abandoned fragment reports again the environments that failed in the fragment.
             if request.kind is Kind.REBUILD or not state.slots.is_gone(fault.slot):
@@ -198,13 +199,13 @@ class Engine:
                 columns = info_columns.select(reply.infos, {slot: slot}) if reply.infos else {}
                 self.failures.rebuilt(slot, columns)
 
-    def _stepped(self, request: Request, reply: Reply) -> None:
+    def _stepped(self, request: Request, reply: Reply, now_s: float) -> None:
         rows = self.state.rows
         if isinstance(reply.result, Acted):
             self.acted.append(reply.result)
         elif reply.result is not None:  # the policy failed, so nothing was stepped
             rows.awaited[request.slots] = False
-            self.collecting.replied(request, reply)
+            self.collecting.replied(request, reply, now_s)
             return
         failed = {fault.slot for fault in reply.faults}
         rows.mark_ready([slot for slot in reply.slots if slot not in failed] if failed else reply.slots)

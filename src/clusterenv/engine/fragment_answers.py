@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from clusterenv.engine.checking import is_int, is_policy_error, need
+from clusterenv.engine.checking import is_int, is_policy_error, is_reason, need
 from clusterenv.engine.requests import Request
 from clusterenv.errors import ProtocolError
 from clusterenv.memory import compression
@@ -119,10 +119,7 @@ def _check_numbers(result: FragmentResult, columns: int) -> None:
     need(is_int(result.version), "a version that is not an integer")
     times = (result.env_s, result.policy_s)
     need(all(isinstance(value, float) and 0 <= value < float("inf") for value in times), "malformed times")
-    need(
-        isinstance(result.not_sent, str) and len(result.not_sent) < _LONGEST_KEY,
-        "a malformed reason for infos that were not sent",
-    )
+    need(is_reason(result.not_sent), "a malformed reason for infos that were not sent")
     forms = result.forms
     fits = isinstance(forms, list) and len(forms) <= _MOST_KEYS and all(map(_is_key, forms))
     need(fits, "malformed forms of its observations")

@@ -48,13 +48,22 @@ class Health:
             return Kill(index)
         return TraceStack(index) if at[0] >= 0 and worker.is_warning_due(stuck_s) else None
 
+    def trace(self, index: int) -> Instruction:
+        """Return the instruction to trace the stack of a worker, on a user's request."""
+        self._workers[index].is_stack_wanted = True
+        return TraceStack(index)
+
     def long_call(self, index: int, stack: str, at: Progress, now_s: float) -> Event | None:
         """Return a warning about a worker's long call; `stack` shows where it is. None: the call has ended, or the
-        stack was not requested."""
+        stack was not requested. A stack that a user wanted is an event in any case."""
         slot, phase, _ = at
         worker = self._workers[index]
         stuck_s, is_traced, worker.is_traced = worker.stuck_s(at, now_s), worker.is_traced, False
         option, limit_s = self._recovery.timeout_of(PHASES[phase])
+        if worker.is_stack_wanted:
+            worker.is_stack_wanted = False
+            reason = f"worker {index} is at {innermost_line(stack) or 'an unknown line'}"
+            return Event("stack", reason, (slot,) if slot >= 0 else (), index, PHASES[phase], detail=stack)
         if stuck_s == 0.0 or not is_traced:
             return None
         limit = "no limit" if limit_s is None else f"{option}={limit_s:g}"
@@ -77,11 +86,12 @@ class PaceWatch:
         self.slow: set[int] = set()
 
     def newly_slow(self, pace_s: Any) -> list[tuple[int, str]]:
-        """Return (slot, reason) of those not reported before; `pace_s` [N], 0 where nothing was measured."""
+        """Return (slot, reason) of those that are slow now and were not before; `pace_s` [N], 0: not measured."""
         known = pace_s > 0
         if known.sum() < 3:
             return []
         median = float(np.median(pace_s[known]))
+        self.slow = {slot for slot in self.slow if pace_s[slot] > max(_SLOW_FACTOR / 2 * median, _SLOW_S / 2)}
         found = []
         for slot in np.flatnonzero(pace_s > max(_SLOW_FACTOR * median, _SLOW_S)).tolist():
             if slot not in self.slow:

@@ -54,6 +54,8 @@ class Delivery:
         self._before_adopted: dict[int, list[Any]] = {}  # last delivered observations, while a fragment runs
         self.deliveries = 0
         """Number of times that rows were delivered or collected: what was known of episodes before may have changed."""
+        self.transitions = 0
+        """Number of rows that were delivered, and of valid rows in fragments that have arrived."""
         self._side: int | None = 0  # the side that was delivered last, if it is the same for all
         # State of each slot's episode.
         self.started = np.zeros(num_envs, dtype=np.bool_)
@@ -215,6 +217,7 @@ class Delivery:
     def all_rows(self, copy: bool) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Deliver a whole step in which nothing unusual happened, for the hot loop."""
         self.deliveries += 1
+        self.transitions += self.num_envs
         buffers = self.buffers
         if self._side is None:
             buffers.side ^= 1
@@ -247,6 +250,7 @@ class Delivery:
         ready, buffers = self.ready, self.buffers
         everyone = self.ready_count == self.num_envs
         slots = self._everyone if everyone else np.flatnonzero(ready)
+        self.transitions += len(slots)
         rows: Any = slice(None) if everyone else slots
         lost = {}
         if self._lost_rows or self._columns:

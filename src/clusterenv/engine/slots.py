@@ -21,6 +21,8 @@ __all__ = ["Env", "Episode", "Loss", "Row", "Slot", "SlotError", "Slots", "after
 
 SAME_STEP, NEXT_STEP = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP
 
+REBUILT_FOR_OTHERS = "its vector environment was rebuilt for a reset of other slots"
+
 
 class Env(enum.Enum):
     """State of a slot's environment."""
@@ -227,22 +229,27 @@ class Slots:
 
     # -- requests ---------------------------------------------------------------------------------------------
 
-    def unite(self, slots: list[int]) -> None:
+    def unite(self, slots: list[int]) -> list[int]:
         """Make the slots of a vector environment alike before they step together: if one has a loss to report, or waits
         with a first row while others are within an episode, all of them report a loss, and the environment is rebuilt.
 
-        A reset of only some of them does that: it rebuilds an environment that was lost for all of them.
+        A reset of only some of them does that: it rebuilds an environment that was lost for all of them. Returns the
+        slots that lose an episode by this.
         """
         records = [self.records[slot] for slot in slots if slot in self.records]
         losses = [record.loss for record in records if record.loss is not None]
         if len(losses) == len(slots) or (not losses and len(records) in (0, len(slots))):
-            return
-        loss = losses[0] if losses else Loss("its vector environment was rebuilt for a reset of other slots", False)
+            return []
+        loss = losses[0] if losses else Loss(REBUILT_FOR_OTHERS, False)
+        united = []
         for slot in slots:
             record = self._record(slot)
-            record.loss = record.loss or loss
+            if record.loss is None:
+                record.loss = loss
+                united.append(slot)
             if record.env is not Env.REBUILDING:  # then the environment that is being made is a new one for all
                 record.move(Env.LOST, "steps with others")
+        return united
 
     def step(self, slot: int) -> Asked | None:
         """Step the slot. Return None if it is live, so that its worker has to be asked. Otherwise its row needs no

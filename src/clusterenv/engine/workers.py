@@ -40,6 +40,8 @@ class Worker:
     seen_at_s: float = field(default=0.0, init=False)
     is_traced: bool = field(default=False, init=False)
     """Its stack was requested, and has not come."""
+    is_stack_wanted: bool = field(default=False, init=False)
+    """A user has requested its stack."""
 
     def asked(self, now_s: float) -> None:
         """Restart its time limits: it was just given something to do."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+from clusterenv.cluster.overview import NodeView
 from clusterenv.engine.collecting.weights import Transfer
 from clusterenv.engine.requests import Request
 from clusterenv.memory.fragments import ArenaLayout
@@ -102,6 +103,14 @@ class Nodes(Protocol):
 
     def scale(self, nodes: int) -> None:
         """Run on this number of machines."""
+        ...
+
+    def overview(self) -> list[NodeView]:
+        """Describe the nodes. Any thread may call this and the next one."""
+        ...
+
+    def log_tail(self, node: int) -> str:
+        """Return the last lines that a node's agent wrote, or where to find them."""
         ...
 
     def need_packages(self, names: tuple[str, ...]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from clusterenv.cluster.head import Head
+from clusterenv.cluster.overview import NodeView, overview
 from clusterenv.cluster.roster import ShardAssigned, ShardUnassigned
 from clusterenv.code.missing import missing_package
 from clusterenv.code.packages import pack
@@ -25,12 +26,12 @@ from clusterenv.engine.requests import Request, Requests
 from clusterenv.errors import PolicyError, ProtocolError, SpecError, StartError, UsageError
 from clusterenv.events import emit
 from clusterenv.executors.contract import Nodes, Printed, Processes, is_plain
+from clusterenv.executors.envelopes import inputs_of, to_worker_of
 from clusterenv.executors.output import OutputLog
 from clusterenv.executors.remote_answers import RemoteAnswers
 from clusterenv.memory.fragments import ArenaLayout
 from clusterenv.memory.progress import PHASES
-from clusterenv.memory.rows import Buffers, Layout
-from clusterenv.memory.transfer import read_inputs
+from clusterenv.memory.rows import Layout
 from clusterenv.spec import Blueprint
 from clusterenv.system import interrupts
 from clusterenv.wire.channel import encode, encode_named
@@ -50,33 +51,17 @@ from clusterenv.wire.messages import (
     Start,
     StepAll,
     SteppedAll,
-    ToWorker,
     TraceStack,
 )
-from clusterenv.wire.requests import Close, LoadWeights, Rebuild, Reset, RunFragment, Step
+from clusterenv.wire.requests import Close
 from clusterenv.worker.setup import WorkerConfig
 
-__all__ = ["RemoteExecutor", "inputs_of", "to_worker_of"]
+__all__ = ["RemoteExecutor"]
 
 _STEP_S = 0.25
 """How long to wait for a whole step before checking for hangs."""
 _SCHEDULER_S = 3.0
 """Time for a scheduler on top of `close`'s timeout: 8 s of the 10 that a user waits at most."""
-
-
-def to_worker_of(message: Any, shard: int, worker: int, slots: list[int]) -> ToWorker:
-    """Return the envelope of a message to a worker with these slots; it names whose sides (and actions) go with it."""
-    request = getattr(message, "request", None) or 0
-    if isinstance(message, (Step, Reset, Rebuild)):
-        actions = isinstance(message, Step) and message.actions is None and message.act is None
-        return ToWorker(shard, worker, request, tuple(message.slots), actions)
-    weights = message.number if isinstance(message, LoadWeights) else 0
-    return ToWorker(shard, worker, request, tuple(slots) if isinstance(message, RunFragment) else (), False, weights)
-
-
-def inputs_of(tell: ToWorker, buffers: Buffers | None) -> list[bytes]:
-    """Return the parts of the rows that the worker reads for this message."""
-    return [read_inputs(buffers, tell.slots, tell.actions)] if tell.slots and buffers is not None else []
 
 
 def _pulled(pull: Pull, sent: int, now: float) -> WeightsSent | WeightsHeld | WeightsRefused:
@@ -367,6 +352,12 @@ class RemoteExecutor:
         wrong = self._head.need_packages(names)
         if wrong is not None:
             raise PolicyError(f"the policy cannot run on {wrong}")
+
+    def overview(self) -> list[NodeView]:
+        return overview(self._head)
+
+    def log_tail(self, node: int) -> str:
+        return self._head.job_log(node)
 
     def is_leaving(self, index: int) -> bool:
         return self._shard_of[index] in self._head.leaving

@@ -35,6 +35,8 @@ from clusterenv.node.weight_store import WeightStore
 from clusterenv.spec import Delivered
 from clusterenv.system.cpus import usable_cores
 from clusterenv.system.exits import NEVER
+from clusterenv.system.host_load import HostMeter
+from clusterenv.system.jobs import own_job
 from clusterenv.transport.keys import Joining, KeyPair
 from clusterenv.transport.sockets import NodeSocket
 from clusterenv.wire import messages
@@ -88,6 +90,7 @@ class Agent:
         self._instance = secrets.token_hex(8)
         self._versions = versions.installed()
         self._weights = WeightStore(self._say)
+        self._meter = HostMeter()
         self._shards: dict[int, Shard] = {}
         self._closing: list[threading.Thread] = []  # which end the workers of unassigned shards
         self._heard_at = 0.0
@@ -193,6 +196,7 @@ class Agent:
             self._allow_pickle,
             self._versions,
             installed_codecs(),
+            *own_job(),
         )
         self._say(hello)
         return None
@@ -230,7 +234,8 @@ class Agent:
         now = time.monotonic()
         if self._is_welcome and now >= self._next_beat:
             self._next_beat = now + self._beat_s
-            self._say(messages.Beat(tuple(entry for shard in self._shards.values() for entry in shard.progress())))
+            progress = tuple(entry for shard in self._shards.values() for entry in shard.progress())
+            self._say(messages.Beat(progress, self._meter.read()))
         if not self._is_welcome and now - self._asked_at > _ANSWER_S:
             return _SILENT
         if self._leaving is not None and self._has_left(now):

@@ -48,19 +48,33 @@ def cpu_quota(memberships: str, mountinfo: str, read: Read) -> float | None:
         mountinfo: the text of /proc/PID/mountinfo.
         read: function that reads a file of a mounted hierarchy.
     """
+    quotas = [quota_of(folder, is_v2, read) for folder, is_v2 in control_groups(memberships, mountinfo)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def group_folders() -> list[str]:
+    """Return the folders of the control groups that limit the CPUs of this process, and of their parents."""
+    memberships, mountinfo = _read("/proc/self/cgroup"), _read("/proc/self/mountinfo")
+    return [folder for folder, _ in control_groups(memberships, mountinfo)] if memberships and mountinfo else []
+
+
+def control_groups(memberships: str, mountinfo: str, controller: str = "cpu") -> list[tuple[str, bool]]:
+    """Return the folders of a process' control groups and their parents, and whether each is of version 2."""
     mounts = list(mounts_of(mountinfo))
-    quotas = []
+    found = []
     for line in memberships.splitlines():
         _, names, path = line.split(":", 2)
         is_v2 = not names
-        if not is_v2 and "cpu" not in names.split(","):
+        if not is_v2 and controller not in names.split(","):
             continue
-        fitting = [m for m in mounts if (m.is_v2 if is_v2 else "cpu" in m.controllers)]
-        for folder in _folders(path, fitting):
-            quota = _quota_v2(folder, read) if is_v2 else _quota_v1(folder, read)
-            if quota is not None:
-                quotas.append(quota)
-    return min(quotas, default=None)
+        fitting = [m for m in mounts if (m.is_v2 if is_v2 else controller in m.controllers)]
+        found += [(folder, is_v2) for folder in _folders(path, fitting)]
+    return found
+
+
+def quota_of(folder: str, is_v2: bool, read: Read) -> float | None:
+    """Return the CPU quota of one control group, in CPUs; None if it has none."""
+    return _quota_v2(folder, read) if is_v2 else _quota_v1(folder, read)
 
 
 def mounts_of(mountinfo: str) -> Iterator[Mount]:

@@ -20,8 +20,8 @@ from clusterenv.engine.collecting.weights import Transfer
 from clusterenv.engine.requests import Request, Requests
 from clusterenv.errors import SpecError
 from clusterenv.events import EventLog
+from clusterenv.executors.envelopes import inputs_of, to_worker_of
 from clusterenv.executors.inline import InlineExecutor
-from clusterenv.executors.remote import inputs_of, to_worker_of
 from clusterenv.journal import Journal
 from clusterenv.memory.rows import Buffers, Layout
 from clusterenv.recovery import Recovery

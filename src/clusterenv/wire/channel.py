@@ -62,6 +62,7 @@ __all__ = [
     "encode_quick",
     "open_request",
     "plain",
+    "with_plain_ends",
     "with_plain_infos",
     "with_portable_spaces",
 ]
@@ -126,12 +127,9 @@ def with_plain_infos(result: FragmentResult) -> FragmentResult:
     not_sent: list[str] = []
 
     def is_plain(key: str, value: Any) -> bool:
-        try:
-            plain().pack({key: value})
-        except NotPlainError as error:
-            not_sent.append(f"info{error}")
-            return False
-        return True
+        reason = _why_not_plain(key, value)
+        not_sent.extend([reason] if reason else [])
+        return not reason
 
     infos = {key: [entry for entry in entries if is_plain(key, entry[2])] for key, entries in result.infos.items()}
     infos = {key: entries for key, entries in infos.items() if entries}
@@ -140,6 +138,33 @@ def with_plain_infos(result: FragmentResult) -> FragmentResult:
         for episode in result.episodes
     ]
     return result._replace(infos=infos, episodes=episodes, not_sent=not_sent[0] if not_sent else "")
+
+
+def _why_not_plain(key: Any, value: Any, other: Literal["refuse", "repr"] = "refuse") -> str:
+    """Return why this entry of an info cannot be sent; "" if it can."""
+    try:
+        plain().pack({key: value}, other)
+    except NotPlainError as error:
+        return f"info{error}"
+    return ""
+
+
+def with_plain_ends(
+    episodes: list[PlayedEpisode], other: Literal["refuse", "repr"], most_bytes: int
+) -> list[PlayedEpisode]:
+    """Leave out of the final infos what is not plain data, and whole infos once all together take `most_bytes`."""
+    sent: list[PlayedEpisode] = []
+    for episode in episodes:
+        reasons = {key: _why_not_plain(key, value, other) for key, value in episode.info.items()}
+        info = {key: value for key, value in episode.info.items() if not reasons[key]}
+        not_sent = next(filter(None, reasons.values()), "")
+        size = len(plain().pack(info, other))
+        if size > most_bytes:
+            info, not_sent = {}, f"the info of episode {episode.number} takes {size} bytes, {most_bytes} can be sent"
+        else:
+            most_bytes -= size
+        sent.append(episode._replace(info=info, not_sent=not_sent[:900]))
+    return sent
 
 
 def with_portable_spaces(built: Built) -> Built:

@@ -10,8 +10,9 @@ from typing import Literal
 import msgspec
 
 from clusterenv.code.packages import Wanted
+from clusterenv.system.host_load import HostSample
 
-PROTOCOL = 12
+PROTOCOL = 13
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
@@ -48,6 +49,10 @@ class Hello(_Message):
     and must be refused by their number."""
     codecs: tuple[str, ...] = ()
     """Compressors that it can use (`memory/compression.py`)."""
+    job: str = ""
+    """The scheduler's number of its job."""
+    ends_at: float | None = None
+    """When the scheduler ends that job (Unix time), if it says so."""
 
 
 class Failed(_ShardMessage):
@@ -108,6 +113,7 @@ class Beat(_Message):
     """Sent at regular intervals: this node is alive. Workers' progress: (worker, pid, slot, phase, step)."""
 
     progress: tuple[tuple[int, int, int, int, int], ...]
+    host: HostSample | None = None
 
 
 class Pull(_Message):

@@ -46,7 +46,9 @@ def split(reply: Reply) -> Iterator[Reply]:
 def _pieces(item: Any) -> Iterable[Any]:
     """Divide the frames of a recorded episode; anything else is one piece."""
     if isinstance(item, PlayedEpisode) and item.frames:
-        return (item._replace(frames=frames) for frames in _chunks(item.frames))
+        *first, last = _chunks(item.frames)
+        pieces = [item._replace(frames=frames, info={}, not_sent="") for frames in first]
+        return [*pieces, item._replace(frames=last)]
     return (item,)
 
 
@@ -63,7 +65,7 @@ def _chunks(items: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def join(results: list[Any], part: list[Any]) -> None:
-    """Append a part to the results so far; the frames of one episode may come in several parts."""
+    """Append a part to the results so far; the frames of an episode may come in several parts."""
     for item in part:
         last = results[-1] if results else None
         if (

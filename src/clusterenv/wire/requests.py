@@ -214,6 +214,10 @@ class PlayedEpisode(NamedTuple):
     total: float
     length: int
     frames: list[Any] | None
+    info: dict[str, Any] = {}  # noqa: RUF012  never mutated: NamedTuple default
+    """Of its last step."""
+    not_sent: str = ""
+    """What of the info was left out because it cannot be sent, and why; "" if nothing was."""
 
 
 class Close(NamedTuple):

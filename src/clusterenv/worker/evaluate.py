@@ -154,6 +154,7 @@ class SingleEnvEvaluator(Evaluator):
             masks.append(info.get(mask) if mask is not None else None)
         returns, lengths, running = np.zeros(count), np.zeros(count, dtype=np.int64), [True] * count
         frames: list[list[Any]] = [[env.render()] if record else [] for env in envs]
+        ends: list[dict[str, Any]] = [{} for _ in envs]
         t = 0
         while any(running):
             self._at[1] = POLICY
@@ -167,12 +168,14 @@ class SingleEnvEvaluator(Evaluator):
                     returns[k] += reward
                     lengths[k] += 1
                     running[k] = not (terminated or truncated)
+                    if not running[k]:
+                        ends[k] = dict(info)  # the environment may use the same dict in its next episode
                     masks[k] = info.get(mask) if mask is not None else None
                     self._at[TICK] = t
                     if record:
                         frames[k].append(env.render())
         return [
-            PlayedEpisode(j, float(returns[k]), int(lengths[k]), frames[k] if record else None)
+            PlayedEpisode(j, float(returns[k]), int(lengths[k]), frames[k] if record else None, ends[k])
             for k, j in enumerate(episodes)
         ]
 

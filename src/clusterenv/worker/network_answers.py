@@ -22,6 +22,7 @@ from clusterenv.wire.channel import (
     brings_of,
     encode_plain,
     plain,
+    with_plain_ends,
     with_plain_infos,
     with_portable_spaces,
 )
@@ -32,6 +33,9 @@ from clusterenv.worker.compressing import FragmentPacker
 __all__ = ["NetworkAnswers"]
 
 _LONGEST_TEXT = 100_000
+
+_END_BYTES = BESIDE_BYTES // 4
+"""Limit of the final infos of all episodes of an evaluation."""
 
 
 class NetworkAnswers:
@@ -111,7 +115,9 @@ class NetworkAnswers:
         return BESIDE_BYTES + (0 if self._rows is None else 2 * row_bytes(self._rows) * len(reply.slots))
 
     def _within_limits(self, reply: Reply) -> Reply:
-        """Replace results of a call that are too large by a fault."""
+        """Replace results of a call that are too large by a fault; leave out infos of episodes that cannot be sent."""
+        if isinstance(self._request, requests.Evaluate) and isinstance(reply.result, list):
+            reply = reply._replace(result=with_plain_ends(reply.result, self._other, _END_BYTES))
         for item in reply.result if isinstance(reply.result, list) else ():
             most = RECORD_BYTES if isinstance(item, PlayedEpisode) else RESULT_BYTES
             size = size_of(item)

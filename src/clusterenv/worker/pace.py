@@ -32,8 +32,14 @@ class Pace:
         return first
 
     def note(self, slot: int, elapsed_s: float) -> None:
-        pace = self._pace_s
-        pace[slot] = elapsed_s if pace[slot] == 0.0 else 0.75 * pace[slot] + 0.25 * elapsed_s
+        """Add one step. A single one that was held up, by the operating system or by lazy imports, matters little."""
+        before = self._pace_s[slot]
+        if before == 0.0:
+            self._pace_s[slot] = elapsed_s
+        elif elapsed_s < before:
+            self._pace_s[slot] = 0.5 * (before + elapsed_s)
+        else:
+            self._pace_s[slot] = 0.75 * before + 0.25 * min(elapsed_s, 4.0 * before)
 
     def timed(self, slots: list[int], steps: list[Step], envs: Sequence[Any]) -> list[Step]:
         """Wrap step functions to note how long they take, except those of environments that are gone."""

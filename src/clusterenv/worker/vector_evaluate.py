@@ -52,6 +52,8 @@ class VectorEvaluator(Evaluator):
     def _play(self, request: Evaluate, episodes: list[int]) -> list[PlayedEpisode]:
         """Play one episode in each of the first environments; the others, and those that have ended, step unused."""
         venv, at, count = self._venv, self._at, len(episodes)
+        mode = venv.metadata.get("autoreset_mode")
+        is_same_step = mode is AutoresetMode.SAME_STEP
         unused = venv.num_envs - count
         # Streams of their own: two rows with the same one would each take numbers from it.
         player = Player(self._policy, request, episodes + [_UNUSED + i for i in range(unused)])
@@ -59,6 +61,7 @@ class VectorEvaluator(Evaluator):
         at[0], at[1], self._now = self._slots[0], RESET, (episodes[0], 0)
         obs, infos = venv.reset(seed=[request.seed + j for j in episodes + episodes[:1] * unused])
         frames: list[list[Any]] = [[] for _ in episodes]
+        ends: list[dict[str, Any]] = [{} for _ in episodes]
         returns, lengths = np.zeros(count), np.zeros(count, dtype=np.int64)
         running = np.ones(count, dtype=np.bool_)
         masks = self._masks(infos)
@@ -78,16 +81,18 @@ class VectorEvaluator(Evaluator):
             ended = np.logical_or(terminations, truncations)
             returns += np.where(running, rewards[:count], 0.0)
             lengths += running
+            for k in np.flatnonzero(running & ended[:count]).tolist():
+                ends[k] = row_of(infos.get("final_info", {}) if is_same_step else infos, k)
             running &= ~ended[:count]
             if not running.any():
                 break
             masks = self._masks(infos)
-            if venv.metadata.get("autoreset_mode") is AutoresetMode.DISABLED and ended.any():
+            if mode is AutoresetMode.DISABLED and ended.any():
                 obs, infos = venv.reset(options={"reset_mask": ended})
                 after = self._masks(infos)
                 masks = [after[k] if ended[k] else own for k, own in enumerate(masks)]
         return [
-            PlayedEpisode(j, float(returns[k]), int(lengths[k]), frames[k] if records[k] else None)
+            PlayedEpisode(j, float(returns[k]), int(lengths[k]), frames[k] if records[k] else None, ends[k])
             for k, j in enumerate(episodes)
         ]
 

@@ -26,7 +26,7 @@ OWN_FAULTS = ("raise", "die", "hang", "killed", "crash", "nan")
 """Faults that count towards a crash loop; losses of nodes do not."""
 
 LOSSES = (EnvError, WorkerLostError, CrashLoopError)
-DECLARED = ("worker_lost", "env_error", "worker_moved")
+DECLARED = ("worker_lost", "env_error", "env_lost", "worker_moved")
 
 
 class Ended(Exception):

@@ -18,7 +18,7 @@ __all__ = ["check_engine", "check_size"]
 
 def check_engine(world: World, driver: Any) -> None:
     """Check that every awaited row has a request or rebuild that brings it, and every open request an owner."""
-    rows, slots, requests, workers = driver.rows, driver._slots, driver._requests, driver._workers
+    rows, slots, requests, workers = driver.rows, driver._slots, driver.requests, driver.workers
     awaited, ready, lost = rows.awaited, rows.ready, rows.is_loss
     if (ready & ~awaited).any():
         world.fail(f"rows of slots {np.flatnonzero(ready & ~awaited)} are ready, and nobody waits for them")
@@ -69,7 +69,7 @@ def check_size(world: World, driver: Any) -> None:
     num_envs, num_workers = driver.num_envs, len(driver.slots_of)
     rows = driver.rows
     sizes = {
-        "open requests": (driver._requests.count, 12 * num_workers),
+        "open requests": (driver.requests.count, 12 * num_workers),
         "records of slots": (len(driver._slots.records), num_envs),
         "awaited resets": (len(rows.resetting), num_envs),
         "losses to report": (len(rows._lost_rows), num_envs),

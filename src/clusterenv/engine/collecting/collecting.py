@@ -157,6 +157,7 @@ class Collecting:
                 message = message._replace(family=None)
             state.ask(index, Kind.POLICY, worker.slots, message, now_s)
             state.weights.of(index).policy_changed(index)
+        state.weights.push(index)
         weights = state.weights.of(index).missing(index)
         if weights is not None:
             number = state.requests.next_number()
@@ -190,7 +191,7 @@ class Collecting:
         acting = machine.evaluated or machine.assigned
         request.version = None if acting is None else acting.version
         request.info_keys = self._policy.info_keys
-        self.fragments.asked(fragment, message.request, incarnations)
+        self.fragments.asked(fragment, message.request, incarnations, now_s)
 
     def evaluate(
         self, episodes: int, seed: int, deterministic: bool, record: int, knobs: dict[str, Any], now_s: float
@@ -211,9 +212,14 @@ class Collecting:
                 requests.append(state.ask(worker.index, Kind.CALL, worker.slots, message, now_s))
         return requests
 
+    def is_awaiting(self, requests: list[Request]) -> bool:
+        """Return whether an answer to one of these is awaited, and the worker of none is lost."""
+        open_ones = [request for request in requests if request.reply is None]
+        return bool(open_ones) and all(map(self._state.requests.is_open, open_ones))
+
     # -- received messages ------------------------------------------------------------------------------------
 
-    def replied(self, request: Request, reply: Reply) -> FragmentResult | None:
+    def replied(self, request: Request, reply: Reply, now_s: float) -> FragmentResult | None:
         """Process the answer to a request about the policy or for a fragment. Return the fragment's result."""
         result: FragmentResult | None = reply.result
         self._state.weights.of(request.worker).has_read(request.number)
@@ -221,17 +227,18 @@ class Collecting:
             if not self.fragments.is_abandoned(request.worker):  # else it was sent for an abandoned fragment
                 self._check_policy(request.worker, result)
             return None
-        fragment = self.fragments.arrived(request.worker, request.number, result)
+        fragment = self.fragments.arrived(request.worker, request.number, result, now_s)
         if fragment.is_wanted:
             self._check_policy(request.worker, result)
         slots = self._state.workers[request.worker].slots
         if result.not_sent:
-            self._info_not_sent(request.worker, result.not_sent)
+            self.report_not_sent(request.worker, result.not_sent)
         if isinstance(reply.infos, MissingKeys):
             self.report_missing(reply.infos, slots)
         rows, side = self._state.rows, self.side(fragment.side)
         rows.keep_last_obs(slots, [leaf[result.num_steps] for leaf in side.obs])
         if result.num_steps:
+            rows.transitions += int(np.count_nonzero(side.valid[: result.num_steps, slots]))
             rows.collected(slots, side.valid[0], result.at_start, result.over)
             if result.pace_s is not None:
                 rows.buffers.pace_s[slots] = result.pace_s
@@ -250,8 +257,8 @@ class Collecting:
         what = f"{what} ({where})" + (f": {advice}" if advice else "")
         state.errors.append(PolicyError(f"{what}\n{text}", remote_traceback=text))
 
-    def _info_not_sent(self, index: int, reason: str) -> None:
-        """Report an info of a fragment that could not be sent: warn once, and count all."""
+    def report_not_sent(self, index: int, reason: str) -> None:
+        """Report an info that a worker could not send: warn once, and count all."""
         events = self._state.events
         level = logging.DEBUG if "info_not_sent" in events.counts else logging.WARNING
         events.add(Event("info_not_sent", reason, tuple(self._state.workers[index].slots), index), level=level)

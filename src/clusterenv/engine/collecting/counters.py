@@ -114,6 +114,7 @@ class Counters:
             "steps_per_s": _share(sum(batch.steps for batch in batches), total),
             "worker_step_s": self._step_s.copy(),
             "worker_steps_per_s": steps / total if total else np.zeros(workers),
+            "worker_shares": {name: seconds / total if total else seconds for name, seconds in shares.items()},
             "time_shares": {name: _share(seconds.sum(), total * workers) for name, seconds in shares.items()},
         }
 

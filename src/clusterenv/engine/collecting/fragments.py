@@ -11,12 +11,14 @@ import enum
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from clusterenv.engine.collecting.counters import Counters
 from clusterenv.wire.requests import FragmentResult
 
-__all__ = ["Fragment", "FragmentState", "Fragments", "Mode", "OnLoss"]
+__all__ = ["Done", "Fragment", "FragmentState", "Fragments", "Mode", "OnLoss"]
+
+_DONE = 2000  # fragments that are remembered for a timeline
 
 OnLoss = Literal["rerun", "mask"]
 """What to do with the unfinished fragment of a worker that is lost in a rollout."""
@@ -47,6 +49,7 @@ class Fragment:
     """Of its request."""
     incarnations: list[int] = field(default_factory=list, init=False)
     """Of the worker's slots when it began."""
+    asked_at_s: float = field(default=0.0, init=False)
     is_wanted: bool = field(default=True, init=False)
     """False: it was abandoned while it ran. Its slots advance nevertheless."""
     is_late: bool = field(default=False, init=False)
@@ -57,6 +60,18 @@ class Fragment:
     """Its slots move to another node: episodes that would continue after it are truncated."""
     result: FragmentResult | None = field(default=None, init=False)
     """None although the state is ARRIVED: it was lost, and is not run again."""
+
+
+class Done(NamedTuple):
+    """When a fragment was asked for and read (monotonic clock), and what its worker did meanwhile."""
+
+    worker: int
+    asked_at_s: float
+    read_at_s: float
+    environment_s: float
+    policy_s: float
+    num_steps: int
+    version: int | None
 
 
 class Fragments:
@@ -70,6 +85,7 @@ class Fragments:
         self._side = 0
         self._num_sides = 2
         self._arrived: deque[Fragment] = deque()
+        self.done: deque[Done] = deque(maxlen=_DONE)
 
     def __iter__(self) -> Iterator[Fragment]:
         return (fragment for fragments in self._of for fragment in fragments)
@@ -144,16 +160,19 @@ class Fragments:
         """Return the workers of a stream that have a free side."""
         return [worker for worker in range(len(self._of)) if self._free_side(worker) is not None]
 
-    def asked(self, fragment: Fragment, number: int, incarnations: list[int]) -> None:
+    def asked(self, fragment: Fragment, number: int, incarnations: list[int], now_s: float) -> None:
         if self.mode is Mode.STREAM:
             self._of[fragment.worker].append(fragment)
+        fragment.asked_at_s = now_s
         fragment.state, fragment.number, fragment.incarnations = FragmentState.RUNNING, number, incarnations
 
     # -- arriving ---------------------------------------------------------------------------------------------
 
-    def arrived(self, worker: int, number: int, result: FragmentResult) -> Fragment:
+    def arrived(self, worker: int, number: int, result: FragmentResult, now_s: float) -> Fragment:
         """Record the answer to request `number`. Return its fragment."""
         fragment = next(f for f in self._of[worker] if f.number == number and f.state is FragmentState.RUNNING)
+        busy = (result.env_s, result.policy_s, result.num_steps, result.version)
+        self.done.append(Done(worker, fragment.asked_at_s, now_s, *busy))
         if not fragment.is_wanted:
             self._of[worker].remove(fragment)
             return fragment

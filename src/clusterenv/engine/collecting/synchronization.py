@@ -7,6 +7,7 @@ Before a machine's workers are asked to collect, `decide` applies the rule to th
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,13 +22,16 @@ from clusterenv.policy.acting.base import Prepared
 from clusterenv.policy.sync.drift import sample_every
 from clusterenv.policy.sync.exchange import Exchange
 from clusterenv.policy.sync.publisher import REPLAY
-from clusterenv.policy.sync.rules import Standing
+from clusterenv.policy.sync.rules import Standing, threshold_of
 from clusterenv.policy.weights.packing import takes_steps
 from clusterenv.rollout import Rollout, map_arrays
 
 __all__ = ["Synchronization"]
 
 Forms = Iterable[tuple[str, str]]
+
+_RECENT_FRAGMENTS = 100
+"""The means of lag and drift cover this many delivered fragments, or four per worker if that is more."""
 
 
 class Synchronization:
@@ -52,6 +56,7 @@ class Synchronization:
         self.wants_first_states = exchange.codec == "auto" and not prepared.is_recurrent and prepared.mask is None
         """Whether to measure drift on initial states of episodes until there are others."""
         self._was_overdue = False
+        self._delivered: deque[Standing] = deque(maxlen=max(_RECENT_FRAGMENTS, 4 * ledger.num_workers))
 
     @property
     def is_attached(self) -> bool:
@@ -96,9 +101,9 @@ class Synchronization:
                 f"node {machine.node} acted {decision.reason}: it pulls now. Unless learning is over, a loss that "
                 "clips around the acting policy may hold it there: lower the threshold, or see docs/aps.md",
             )
-        if not decision.pull:
-            return None
-        return f"version {self._pull(machine, node)}: {decision.reason}"
+        pulled = self._pull(machine, node) if decision.pull else None
+        machine.newest = self.publisher.snapshot(), len(self.publisher.data)
+        return None if pulled is None else f"version {pulled}: {decision.reason}"
 
     def _pull(self, machine: Machine, node: Node) -> int:
         pulled = self.exchange.pull(machine.held)
@@ -133,6 +138,7 @@ class Synchronization:
         assigned = machine.assigned if self.is_attached else None  # else it is another policy's
         latest = self.publisher.snapshot()
         standing = Standing(version, latest, *self.exchange.drift_of(assigned, version))
+        self._delivered.append(standing)
         node.lags[standing.lag] += 1
         node.fragment_bytes += fragment_bytes
         node.fragment_bytes_sent += fragment_bytes - saved_bytes
@@ -182,7 +188,10 @@ class Synchronization:
     def stats(self) -> dict[str, Any]:
         ledger = self._ledger
         nodes = [node.as_dict(ledger.version_of(i) if self.is_attached else -1) for i, node in enumerate(self.nodes)]
-        sums = ("pulls", "weight_bytes", "evaluation_bytes", "drift_bytes", "fragment_bytes", "fragment_bytes_sent")
+        sums = ["pulls", "pushes", "weight_bytes", "pushed_bytes", "evaluation_bytes", "drift_bytes"]
+        sums += ["fragment_bytes", "fragment_bytes_sent"]
+        lags = [standing.lag for standing in self._delivered]
+        drifts = [standing.drift for standing in self._delivered if standing.drift is not None]
         stalest = max(nodes, key=lambda node: -1.0 if node["drift"] is None else node["drift"])
         return {
             **{name: sum(node[name] for node in nodes) for name in sums},
@@ -191,5 +200,8 @@ class Synchronization:
             "drift": stalest["drift"],
             "drift_se": stalest["drift_se"],
             "drift_at_pull": stalest["drift_at_pull"],
+            "threshold": threshold_of(self.exchange.rule),
+            "mean_lag": float(np.mean(lags)) if lags else None,
+            "mean_drift": float(np.mean(drifts)) if drifts else None,
             "nodes": nodes,
         }

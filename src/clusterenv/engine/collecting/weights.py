@@ -3,6 +3,10 @@
 `Synchronization` sets what a machine's workers act with (`assign`), `Collecting` what each worker loads before it acts
 (`missing`, `load`); engine and driver pass on what the executor reports (`heard`, `placed`). All statistics about
 weights come from here. Pure: time is passed in, and transfers are returned as data for the executor to carry out.
+
+Beside what is really sent stands what `Always` would have sent whole, at the same requests (`push`): whenever workers
+of a machine are asked to act, the version that was the newest at the last decision for that machine, unless it was
+pushed there before. A new session is sent it again. Weights that are loaded only for an evaluation are in neither.
 """
 
 from __future__ import annotations
@@ -54,6 +58,10 @@ class Node:
     forms: Counter[str] = field(default_factory=Counter, init=False)
     """Codec → number of pulls."""
     weight_bytes: int = field(default=0, init=False)
+    pushes: int = field(default=0, init=False)
+    """How often `Always` would have sent weights."""
+    pushed_bytes: int = field(default=0, init=False)
+    """What it would have sent, with whole weights."""
     evaluation_bytes: int = field(default=0, init=False)
     """Weights sent only for evaluations."""
     drift_bytes: int = field(default=0, init=False)
@@ -74,6 +82,8 @@ class Node:
             "pulls": self.pulls,
             "forms": dict(self.forms),
             "weight_bytes": self.weight_bytes,
+            "pushes": self.pushes,
+            "pushed_bytes": self.pushed_bytes,
             "evaluation_bytes": self.evaluation_bytes,
             "drift_bytes": self.drift_bytes,
             "fragment_bytes": self.fragment_bytes,
@@ -129,6 +139,10 @@ class Machine:
         """What its workers act with from their next fragment on. Sent when the first of them has to load it."""
         self.evaluated: Weights | None = None
         """What they load instead during an evaluation."""
+        self.newest: tuple[int, int] | None = None
+        """Version and size of the newest weights at the last decision for this machine."""
+        self.pushed = -1
+        """The version that `Always` would have sent here last; -1: none."""
         self.acted: Counter[int] = Counter()
         """Worker → number of delivered fragments that it acted with the assigned weights."""
         self.held: Weights | None = None
@@ -197,7 +211,8 @@ class Machine:
 
     def forget(self) -> None:
         """Forget all weights because another policy is attached; transfers under way are of no use."""
-        self.assigned = self.evaluated = self.held = None
+        self.assigned = self.evaluated = self.held = self.newest = None
+        self.pushed = -1
         self.acted.clear()
         for transfer in self.transfers.values():
             transfer.is_wanted = False
@@ -208,6 +223,7 @@ class WeightLedger:
 
     def __init__(self, shard_of: list[int]) -> None:
         self._shard_of = shard_of
+        self.num_workers = len(shard_of)
         self.num_nodes = max(shard_of) + 1
         self._machines = [Machine(shard, 0) for shard in range(self.num_nodes)]
         self.attached: Synchronization | None = None
@@ -284,6 +300,18 @@ class WeightLedger:
 
     # -- loading ----------------------------------------------------------------------------------------------
 
+    def push(self, worker: int) -> None:
+        """Count what `Always` would send, whole, before this worker acts."""
+        machine = self.of(worker)
+        if machine.newest is None or machine.evaluated is not None or self.attached is None:
+            return
+        version, size = machine.newest
+        if version != machine.pushed:
+            machine.pushed = version
+            node = self.attached.nodes[machine.node]
+            node.pushes += 1
+            node.pushed_bytes += size
+
     def load(self, worker: int, weights: Weights, request: int, now: float) -> tuple[int, Transfer | None]:
         assert self.attached is not None
         machine = self.of(worker)
@@ -309,6 +337,7 @@ class WeightLedger:
         if found.assigned is None:
             found.assigned, found.evaluated = self._anew(before.assigned), self._anew(before.evaluated)
             found.acted = before.acted.copy()
+            found.newest = before.newest
         self._machines[shard] = found
 
     def _anew(self, weights: Weights | None) -> Weights | None:

@@ -24,6 +24,7 @@ from clusterenv.policy.acting.distributions import Family, family_for
 from clusterenv.policy.acting.named import Named, class_at
 from clusterenv.policy.acting.shapes import LOOKED_FOR, call_module, candidates, example_for, from_distribution, pack
 from clusterenv.policy.acting.torch_actor import Forward, FromDist, TorchRecipe, hollow, to_tensor
+from clusterenv.policy.acting.torch_changes import Changes
 from clusterenv.policy.acting.torch_head import TorchHeadActor, device_of
 from clusterenv.policy.onnx.errors import NotExportable
 from clusterenv.policy.weights.encoding import Weights
@@ -106,6 +107,7 @@ class TorchPolicy:
         self._made_by = made_by
         self._runtime: Runtime = runtime
         self._refused = ""  # why an exported policy cannot be used here
+        self._changes = Changes()
 
     # -- called by the collector ------------------------------------------------------------------------------
 
@@ -154,7 +156,7 @@ class TorchPolicy:
 
     def token(self) -> Any:
         state = self.module.state_dict(keep_vars=True)
-        return tuple((id(t), t.data_ptr(), t._version) for t in (state[n] for n in self._travels if n in state))
+        return self._changes.count([state[name] for name in self._travels if name in state])
 
     def knobs(self) -> dict[str, Any]:
         return {"epsilon": _plain(self.epsilon), "noise": _plain(self.noise)}

@@ -16,7 +16,19 @@ from clusterenv.errors import PolicyError, SpecError
 from clusterenv.policy.acting.distributions import Family
 from clusterenv.policy.sync.divergence import is_kl
 
-__all__ = ["APS", "Always", "Decision", "Every", "Never", "Rule", "Standing", "decide", "fit", "wants_drift"]
+__all__ = [
+    "APS",
+    "Always",
+    "Decision",
+    "Every",
+    "Never",
+    "Rule",
+    "Standing",
+    "decide",
+    "fit",
+    "threshold_of",
+    "wants_drift",
+]
 
 
 class Standing(NamedTuple):
@@ -148,6 +160,11 @@ def _meant(rule: Any) -> str:
 def wants_drift(rule: Rule) -> bool:
     """Return whether the rule uses the drift: measuring it costs a forward pass."""
     return not isinstance(rule, (Always, Every, Never))
+
+
+def threshold_of(rule: Rule) -> float | None:
+    """Return the drift above which the rule pulls; None: it has no such threshold."""
+    return rule.delta if isinstance(rule, APS) else None
 
 
 def decide(rule: Rule, standing: Standing) -> Decision:

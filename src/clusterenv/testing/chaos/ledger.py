@@ -19,7 +19,7 @@ from clusterenv.testing.chaos.numbered import Seen, lives, read_record
 
 __all__ = ["Balance", "Ledger", "LedgerError"]
 
-LOSSES = ("env_error", "worker_lost", "worker_moved")
+LOSSES = ("env_error", "env_lost", "worker_lost", "worker_moved")
 """Events that declare a slot's undelivered transitions as lost."""
 
 

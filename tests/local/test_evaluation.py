@@ -1,0 +1,106 @@
+"""What an evaluation brings back beside returns: the last info of each episode, and what follows from it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+import clusterenv as ce
+from clusterenv.wire.channel import with_plain_ends
+from clusterenv.wire.requests import PlayedEpisode
+from toys import Trouble
+
+NETWORK = ce.Loopback(nodes=2)
+
+
+class Goal(Trouble):
+    """Episodes of 2 to 6 steps by their seed; those of an even length succeed. One info dict for the whole life."""
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+    render_mode = "rgb_array"
+
+    def __init__(self, extra=None):
+        super().__init__(0)
+        self.info, self.extra = {}, extra
+
+    def reset(self, *, seed=None, options=None):
+        obs, _ = super().reset(seed=seed)
+        self.length = int(self.np_random.integers(2, 7))
+        self.info |= {"is_success": False, "t": 0}
+        return obs, self.info
+
+    def step(self, action):
+        obs, reward, *_ = super().step(action)
+        self.info |= {"t": self.t, "is_success": self.t >= self.length and self.length % 2 == 0}
+        if self.extra is not None:
+            self.info["extra"] = self.extra()
+        return obs, reward, self.t >= self.length, False, self.info
+
+    def render(self):
+        return np.full((4, 4, 3), self.t, np.uint8)
+
+
+def evaluate(make, backend, **kwargs):
+    with ce.ClusterEnv(make, 4, backend=backend) as envs:
+        result = envs.collector(ce.RandomPolicy(), seed=1).evaluate(deterministic=False, **kwargs)
+        return result, [event for event in envs.events() if event.kind == "info_not_sent"]
+
+
+@pytest.mark.parametrize("backend", [ce.Local(workers=0), ce.Local(workers=2), NETWORK], ids=repr)
+def test_an_evaluation_has_the_last_info_of_each_episode(backend):
+    result, events = evaluate(Goal, backend, episodes=11, seed=3)
+    lengths = result.lengths.tolist()
+    assert len(set(lengths)) > 2 and [info["t"] for info in result.infos] == lengths and not events
+    assert [info["is_success"] for info in result.infos] == [length % 2 == 0 for length in lengths]
+    assert result.success_rate == np.mean([length % 2 == 0 for length in lengths])
+    assert f"success rate {result.success_rate:.3g}" in repr(result)
+
+
+def test_an_info_of_an_evaluation_that_cannot_travel_is_left_out_by_name():
+    result, events = evaluate(lambda: Goal(object), NETWORK, episodes=5)
+    assert [info["t"] for info in result.infos] == result.lengths.tolist()
+    assert all("extra" not in info for info in result.infos) and result.success_rate is not None
+    assert len(events) == 5 and "info['extra'] is a" in events[0].reason and "plain data" in events[0].reason
+
+
+def test_infos_of_an_evaluation_that_are_too_large_cost_no_node():
+    """The first ones of each worker fit; what is beyond the limit is left out, and named."""
+    result, events = evaluate(lambda: Goal(lambda: np.zeros(5 << 20, np.uint8)), ce.Loopback(nodes=1), episodes=8)
+    has = ["extra" in info for info in result.infos]
+    assert len(result.returns) == 8 and 0 < sum(has) < 8
+    assert len(events) == has.count(False) and "bytes" in events[0].reason
+
+
+def test_infos_are_checked_before_they_are_sent():
+    played = [PlayedEpisode(i, 0.0, 1, None, {"a": i, "b": object(), "c": "x" * 100}) for i in range(3)]
+    one, two, three = with_plain_ends(played, "refuse", 300)
+    assert one.info == {"a": 0, "c": "x" * 100} and "info['b']" in one.not_sent
+    assert two.info == {"a": 1, "c": "x" * 100}
+    assert three.info == {} and "the info of episode 2 takes" in three.not_sent
+    (shown,) = with_plain_ends(played[:1], "repr", 1000)
+    assert shown.info["b"] is played[0].info["b"] and not shown.not_sent, "its repr is sent"
+
+
+@pytest.mark.parametrize(
+    ("infos", "rate"),
+    [
+        ([{}, {"other": 1}], None),
+        ([{"is_success": True}, {"is_success": False}], 0.5),
+        ([{"is_success": np.array([True])}, {}, {"success": np.float32(0.5)}, {"success": 0}], 0.375),
+        ([{"success": "yes"}, {"success": [[1], [2, 3]]}, {"success": None}, {"success": 2**70}], None),
+        ([], None),
+    ],
+    ids=str,
+)
+def test_the_success_rate_is_the_mean_of_what_the_infos_report(infos, rate):
+    assert ce.Evaluation(np.zeros(2), np.ones(2), np.arange(2), [], infos).success_rate == rate
+
+
+def test_frames_of_a_vector_environment_travel():
+    def make(num_envs, seeds):
+        return SyncVectorEnv([Goal] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+    result, _ = evaluate(ce.Vector(make), ce.Loopback(nodes=1), episodes=3, record=2)
+    assert [len(frames) for frames in result.frames] == result.lengths[:2].tolist()
+    assert len(result.infos) == 3 and all(result.infos)
