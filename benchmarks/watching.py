@@ -33,8 +33,8 @@ while stream.readline():
 
 def cpu_seconds() -> dict[str, float]:
     """Return the CPU seconds of each of the head's threads but this one, by name."""
-    watching = [t for t in threading.enumerate() if t.name.startswith("clusterenv-") and t.ident is not None]
-    return {t.name: time.clock_gettime(time.pthread_getcpuclockid(t.ident)) for t in watching}
+    found = {t.name: t.ident for t in threading.enumerate() if t.name.startswith("clusterenv-")}
+    return {name: time.clock_gettime(time.pthread_getcpuclockid(ident)) for name, ident in found.items() if ident}
 
 
 def shares(collector: ce.Collector, seconds: float) -> dict[str, float]:

@@ -82,11 +82,6 @@ class Collector:
         except Exception as error:  # pickling runs user code (__reduce__), which may raise anything
             what = f"{type(error).__name__}: {why(error)}"
             raise PolicyError(f"the policy cannot be pickled, so it cannot travel to the workers: {what}") from error
-        self._described = {
-            "family": prepared.family.name,
-            "runtime": prepared.runtime,
-            "reason": prepared.reason,
-        }
         own_seed = secrets.randbits(128) if seed is None else seed
         travels = recipe if envs._allow_pickle else as_plain(self._policy, prepared)
         attached = Attached(travels, prepared.family, prepared.mask, own_seed, tuple(info_keys))
@@ -365,7 +360,7 @@ class Collector:
             **self._counts.stats(),
             **self._sync.stats(),
             "restarts": sum(self._driver.events.counts.get(kind, 0) for kind in ("worker_lost", "env_error")),
-            "policy": self._described,
+            "policy": self._sync.described,
             "acts": {"place": self._placement.next, "reason": self._placement.reason},
         }
 

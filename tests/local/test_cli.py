@@ -17,7 +17,8 @@ from clusterenv.cli import main
 from clusterenv.cli.show import bytes_text, overview, span
 from clusterenv.monitor import records
 from clusterenv.monitor.client import Client
-from clusterenv.monitor.sample import WorkerSample
+from clusterenv.monitor.sample import EventRecord, WorkerSample
+from clusterenv.monitor.terminal import clean_lines
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,8 @@ def test_status_shows_the_only_run_and_lists_several(run, capsys):
     shown = capsys.readouterr().out
     assert "watched: 4 x CartPole-v1, Loopback" in shown and shown.count("  joined  ") == 2
     assert main(["status", "--json"]) == 0
+    assert [info["name"] for info in json.loads(capsys.readouterr().out)] == ["watched"]
+    assert main(["status", "watched", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["info"]["name"] == "watched" and len(data["sample"]["workers"]) == 2
     with ce.ClusterEnv("CartPole-v1", num_envs=1, backend=ce.Local(workers=1), name="other"):
@@ -59,7 +62,12 @@ def test_logs_and_mistakes(run, capsys):
     assert main(["logs", "1"]) == 0
     assert "joined the run" in capsys.readouterr().out
     for command, text in [
-        (["logs", "7"], "there is no node 7"),
+        (["logs", "2"], "there is no node 2: the run has 2"),
+        (["page", "--port", "99999"], "not in the range"),
+        (["top", "--every-s", "-1"], "not in the range"),
+        (["doctor", "--worker", "1"], "--worker needs the name of a run"),
+        (["doctor", "-", "--worker", "99"], "there is no worker 99: the run has 2"),
+        (["report", "--to", "/nowhere/x.html"], "No such file or directory"),
         (["stack", "99", "--run", "watched"], "there is no slot 99"),
         (["stack", "0", "--run", "nobody"], "no run is named 'nobody'; alive: watched"),
         (["status", "nobody"], "no run is named 'nobody'"),
@@ -107,6 +115,16 @@ def test_the_demo_kills_a_worker_and_goes_on():
 def test_texts():
     assert [bytes_text(n) for n in (0, 999, 1500, 25_000, 3.2e9)] == ["0 B", "999 B", "1.5 kB", "25 kB", "3.2 GB"]
     assert [span(s) for s in (4, 99, 600, 9000)] == ["4 s", "99 s", "10 min", "2.5 h"]
+
+
+def test_escape_sequences_of_environments_are_not_printed(run):
+    (record,) = records.live()
+    with contextlib.closing(Client(record)) as client:
+        sample = client.sample()
+    event = EventRecord(0, time_s=0.0, kind="env_error", reason="\x1b]0;title\x07\x1b[2J first\nsecond")
+    shown = "\n".join(overview(record.info, sample, [event]))
+    assert "first second" in shown and all(char.isprintable() or char == "\n" for char in shown)
+    assert clean_lines("a\x1b[2J\n\tb\n") == "a [2J\n        b"
 
 
 def test_an_overview_names_workers_that_stand_out(run):

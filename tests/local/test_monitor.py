@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -11,6 +12,8 @@ import socket
 import stat
 import threading
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gymnasium as gym
@@ -20,11 +23,14 @@ import psutil
 import pytest
 
 import clusterenv as ce
+from clusterenv.driver import Driver
 from clusterenv.errors import UsageError
 from clusterenv.monitor import records
+from clusterenv.monitor.calls import CallWatch
 from clusterenv.monitor.client import Client, Kept, find, open_run
+from clusterenv.monitor.collect import Probe
 from clusterenv.monitor.history import History
-from clusterenv.monitor.sample import Point
+from clusterenv.monitor.sample import Point, RunInfo
 from toys import Hanging
 
 
@@ -39,6 +45,14 @@ def wait_for(what, timeout_s=20.0):
         assert time.monotonic() < deadline, "it did not come"
         time.sleep(0.05)
     return found
+
+
+def forge(record, **changed):
+    """Write the record of another run, which need not exist."""
+    other = msgspec.structs.replace(record, **changed)
+    path = records.folder() / f"{other.info.name}.json"
+    path.write_bytes(msgspec.json.encode(other))
+    return path
 
 
 def test_a_run_is_watched_from_outside_while_it_collects_and_while_the_learner_works():
@@ -162,10 +176,135 @@ def test_the_record_of_a_killed_script_is_removed(tmp_path):
         (record,) = wait_for(records.live)
         gone = next(pid for pid in range(2**22 - 1, 0, -1) if not psutil.pid_exists(pid))
         info = msgspec.structs.replace(record.info, pid=gone, name="killed")
-        records.write(records.Live(info, str(tmp_path / "none" / "socket"), "key"))
+        forge(record, info=info, address=str(tmp_path / "none" / "socket"))
         assert len(records.live()) == 2
         records.prune()
         assert [r.info.name for r in records.live()] == [record.info.name]
+
+
+def test_runs_of_other_machines_are_named_and_forgotten_when_they_are_silent():
+    with ce.ClusterEnv("CartPole-v1", num_envs=1, backend=ce.Local(workers=1), name="here"):
+        (record,) = wait_for(records.live)
+        info = msgspec.structs.replace(record.info, host="node17", name="there")
+        path = forge(record, info=info, machine="another boot", address="/nowhere")
+        assert find(None).info.name == "here", "the only one of this machine"
+        with pytest.raises(UsageError, match="the run there is on node17: log in there"):
+            open_run("there")
+    for choose in (find, open_run):  # a finished run must not be shown instead
+        with pytest.raises(UsageError, match="the run there is on node17"):
+            choose(None)
+    os.utime(path, (time.time() - 3600,) * 2)
+    assert open_run(None).info().name == "here" and not path.exists()
+
+
+def test_one_of_two_live_runs_is_not_replaced_by_one_that_has_ended():
+    def run(name):
+        return ce.ClusterEnv("CartPole-v1", num_envs=1, backend=ce.Local(workers=1), name=name)
+
+    with run("old"):
+        wait_for(records.live)
+    with run("a"), run("b"):
+        wait_for(lambda: len(records.live()) == 2)
+        with pytest.raises(UsageError, match="which run"):
+            open_run(None)
+        with pytest.raises(UsageError, match=r"no run is named 'x'; alive: [ab], [ab]; ended: old"):
+            open_run("x")
+        assert open_run("old").sample().is_over
+
+
+def test_runs_that_begin_together_get_different_names():
+    info = RunInfo("sweep", "CartPole-v1", 1, "Local", "host", os.getpid(), "", 0.0, "")
+    with ThreadPoolExecutor(16) as pool:
+        names = [found.name for found in pool.map(lambda _: records.claim(info, "address", "key"), range(64))]
+    assert len(set(names)) == 64 and len(records.live()) == 64
+
+
+def test_texts_that_are_not_utf_8_can_be_read():
+    class Raises(gym.Wrapper):
+        def step(self, action):
+            if self.unwrapped.np_random.random() < 0.2:
+                raise ValueError("caf\udce9")  # as os.fsdecode returns
+            return super().step(action)
+
+    recovery = ce.Recovery(max_restarts=1000, backoff_s=(0.0, 0.0))
+    made = [lambda: Raises(gym.make("CartPole-v1"))] * 2
+    with ce.ClusterEnv(made, backend=ce.Local(workers=1), recovery=recovery, name="bytes") as envs:
+        envs.reset(seed=1)
+        run = wait_for(lambda: records.live() and Client(find(None)))
+        while "env_error" not in envs.stats()["events"]:
+            envs.step(np.zeros(2, np.int64))
+        assert any("\\udce9" in event.reason for event in run.events())
+        run.close()
+    assert any("\\udce9" in event.reason for event in open_run("bytes").events())
+
+
+def test_a_client_connects_again_and_shows_what_is_kept_once_the_run_has_ended():
+    with ce.ClusterEnv("CartPole-v1", num_envs=1, backend=ce.Local(workers=1), name="seen") as envs:
+        envs.reset(seed=1)
+        run = wait_for(lambda: records.live() and Client(find(None), timeout_s=1e-4))
+        with pytest.raises(ConnectionError, match="the run seen does not answer: timed out"):
+            while True:
+                run.sample()
+        run._timeout_s = 15.0
+        assert not run.sample().is_over
+    assert run.sample().is_over and run.points() and run.info().name == "seen"
+    with pytest.raises(UsageError, match="has ended"):
+        run.stack(0)
+    run.close()
+
+
+def test_a_home_that_hangs_does_not_keep_the_run_from_ending(monkeypatch):
+    hanging, release = threading.Event(), threading.Event()
+
+    def hang(*_):
+        hanging.set()
+        release.wait(60)
+        raise OSError("it hung")
+
+    monkeypatch.setattr(records, "claim", hang)
+    envs = ce.ClusterEnv("CartPole-v1", num_envs=1, backend=ce.Local(workers=1))
+    (pid,) = envs.stats()["worker_pids"]
+    assert hanging.wait(20)
+    envs.close()
+    assert not psutil.pid_exists(pid) and not release.is_set()
+    release.set()
+    wait_for(lambda: all(thread.name != "clusterenv-monitor" for thread in threading.enumerate()))
+
+
+def test_watching_a_stream_keeps_no_batch_alive():
+    batches, calls = [], []
+    with ce.ClusterEnv("CartPole-v1", num_envs=2, backend=ce.Local(workers=1)) as envs:
+        watch = CallWatch(envs._driver)
+        advance = Driver.advance
+
+        def looked_at(self, *args):
+            calls.append(watch.look()[0])
+            return advance(self, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Driver, "advance", looked_at)
+            stream = envs.collector(ce.RandomPolicy(), seed=1).stream(8)
+            for batch in itertools.islice(stream, 6):
+                batches.append(weakref.ref(batch))
+            del batch
+            gc.collect()
+            assert sum(ref() is not None for ref in batches) <= 1, "the stream itself may keep the last one"
+            stream.close()
+    assert "stream" in calls
+
+
+def test_each_fragment_is_delivered_once():
+    with ce.ClusterEnv("CartPole-v1", num_envs=2, backend=ce.Local(workers=2)) as envs:
+        collector = envs.collector(ce.RandomPolicy(), seed=1)
+        collector.rollout(4)
+        probe = Probe(envs._driver)
+        seen, after_s = 0, 0.0
+        for _ in range(300):
+            collector.rollout(4)
+            new = probe.fragments(after_s)
+            seen, after_s = seen + len(new), new[-1].arrived_at
+            assert all(probe.fragments(after_s) == [] for _ in range(10))
+    assert seen == 2 * 301
 
 
 def test_a_home_that_cannot_be_written_does_not_disturb_the_run(monkeypatch, caplog, tmp_path):

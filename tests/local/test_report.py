@@ -10,8 +10,9 @@ import re
 import msgspec
 import pytest
 
+from clusterenv.monitor.encoding import to_json
 from clusterenv.monitor.page.assets import HTML, read_assets
-from clusterenv.monitor.page.data import Cursor, Updates, thin, to_json
+from clusterenv.monitor.page.data import Cursor, Updates, thin
 from clusterenv.monitor.page.report import write_report
 from clusterenv.monitor.sample import Point
 from fake_source import HOSTILE, FakeSource

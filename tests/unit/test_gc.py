@@ -19,6 +19,7 @@ from clusterenv.backends.launch.note import Note
 from clusterenv.cli import main
 from clusterenv.events import EventLog
 from clusterenv.journal import ClusterRecord, Journal
+from clusterenv.system.identity import machine
 
 LEASE_S = 60.0
 
@@ -71,7 +72,7 @@ def test_gc(tmp_path, capsys, dead):
 )
 def test_heads_that_ran_elsewhere(tmp_path, capsys, where):
     """Process numbers mean nothing here: a head that lives touches its note."""
-    boot = notes.machine().split()[0]
+    boot = machine().split()[0]
     where = {**where, "machine": where["machine"].format(boot=boot)}
     fresh = run_folder(tmp_path, "fresh", age_s=LEASE_S, **where)
     stale = run_folder(tmp_path, "stale", age_s=LEASE_S + 200, **where)

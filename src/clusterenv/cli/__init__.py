@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -34,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except click.Abort:
         return 130
-    except ClusterEnvError as error:
+    except BrokenPipeError:  # `clusterenv status | head -3`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's exit would report it
+        return 141
+    except (ClusterEnvError, OSError) as error:
         print(f"clusterenv: {error}", file=sys.stderr)
         return 2

@@ -21,21 +21,26 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Write JSON, for pr
 def _print_json(data: Any) -> None:
     import msgspec
 
-    print(msgspec.json.format(msgspec.json.encode(data), indent=2).decode())
+    from clusterenv.monitor.encoding import to_json
+
+    print(msgspec.json.format(to_json(data), indent=2).decode())
 
 
 @click.command()
 @_RUN
 @_JSON
 def status(run: str | None, as_json: bool) -> int:
-    """List your runs, or show one: nodes, workers, rates, the last events."""
+    """List your runs, or show one: nodes, workers, rates, the last events.
+
+    Without RUN, the only one is shown if there is no other; with --json, all are listed.
+    """
     from clusterenv.cli.show import overview, span, table
     from clusterenv.monitor import records
     from clusterenv.monitor.client import open_run
 
     records.prune()
-    if run is None and len(records.live()) != 1:
-        live = records.live()
+    live = records.live()
+    if run is None and (as_json or len(live) != 1):
         if as_json:
             _print_json([record.info for record in live])
             return 0
@@ -62,7 +67,7 @@ def status(run: str | None, as_json: bool) -> int:
 
 @click.command()
 @_RUN
-@click.option("--every-s", type=float, default=1.0, help="Time between two updates.")
+@click.option("--every-s", type=click.FloatRange(min=0.1), default=1.0, help="Time between two updates.")
 def top(run: str | None, every_s: float) -> int:
     """Show a run in this terminal, updated every second; Ctrl-C ends it, and not the run."""
     from clusterenv.cli.show import overview
@@ -92,9 +97,10 @@ def top(run: str | None, every_s: float) -> int:
 def stack(slot: int, run: str | None) -> int:
     """Show where the environment of SLOT is right now: the stack of its worker."""
     from clusterenv.monitor.client import Client, find
+    from clusterenv.monitor.terminal import clean_lines
 
     with contextlib.closing(Client(find(run))) as client:
-        print(client.stack(slot).rstrip())
+        print(clean_lines(client.stack(slot)))
     return 0
 
 
@@ -104,15 +110,16 @@ def stack(slot: int, run: str | None) -> int:
 def logs(node: int, run: str | None) -> int:
     """Show the last lines that the agent of NODE wrote."""
     from clusterenv.monitor.client import Client, find
+    from clusterenv.monitor.terminal import clean_lines
 
     with contextlib.closing(Client(find(run))) as client:
-        print(client.log(node).rstrip())
+        print(clean_lines(client.log(node)))
     return 0
 
 
 @click.command()
 @_RUN
-@click.option("--port", type=int, default=0, help="Port of this machine; default: any free one.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of this machine; default: any free one.")
 def page(run: str | None, port: int) -> int:
     """Serve the page of a run until Ctrl-C, for browsers of this machine that have its address."""
     from clusterenv.monitor.client import open_run
@@ -159,7 +166,7 @@ def report(run: str | None, path: Path | None) -> int:
 
 @click.command()
 @_RUN
-@click.option("--worker", type=int, help="Only what explains why this worker is slow, stale or dead.")
+@click.option("--worker", type=click.IntRange(min=0), help="Only what explains why this worker is slow, stale or dead.")
 @_JSON
 def doctor(run: str | None, worker: int | None, as_json: bool) -> int:
     """Check this machine, or find out why a RUN is slow, stale or dead ("-": the only one)."""
@@ -168,10 +175,15 @@ def doctor(run: str | None, worker: int | None, as_json: bool) -> int:
 
     checks = findings = None
     if run is None:
+        if worker is not None:
+            raise UsageError('--worker needs the name of a run ("-": the only one)')
         checks = checking.check_machine()
         is_bad = any(check.status is checking.Status.PROBLEM for check in checks)
     else:
         with contextlib.closing(open_run(None if run == "-" else run)) as source:
+            sample = source.sample()
+            if worker is not None and sample is not None and worker >= len(sample.workers):
+                raise UsageError(f"there is no worker {worker}: the run has {len(sample.workers)}")
             findings = checking.diagnose_run(source)
         if worker is not None:
             findings = checking.concerning(findings, worker)
@@ -185,8 +197,8 @@ def doctor(run: str | None, worker: int | None, as_json: bool) -> int:
 
 @click.command()
 @click.argument("env")
-@click.option("--seconds", type=float, default=30.0, help="About how long to measure.")
-@click.option("--workers", type=int, help="Most workers to try; default: the CPUs of this machine.")
+@click.option("--seconds", type=click.FloatRange(min=1), default=30.0, help="About how long to measure.")
+@click.option("--workers", type=click.IntRange(min=1), help="Most workers to try; default: the CPUs of this machine.")
 @_JSON
 def bench(env: str, seconds: float, workers: int | None, as_json: bool) -> int:
     """Measure how many workers pay for ENV, an id or my_package:make_env, and where the time goes."""
@@ -196,7 +208,7 @@ def bench(env: str, seconds: float, workers: int | None, as_json: bool) -> int:
 
 
 @click.command()
-@click.option("--seconds", type=float, default=15.0, help="How long to run.")
+@click.option("--seconds", type=click.FloatRange(min=1), default=15.0, help="How long to run.")
 @click.option("--env", default="CartPole-v1", help="Id of the environment.")
 def demo(seconds: float, env: str) -> int:
     """Run environments in worker processes, kill one worker, and show what happens."""

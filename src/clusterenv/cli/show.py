@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from clusterenv.monitor.sample import EventRecord, NodeSample, RunInfo, Sample, WorkerSample
+from clusterenv.monitor.terminal import clean
 
 __all__ = ["bytes_text", "overview", "span", "table"]
 
@@ -30,6 +31,7 @@ def span(seconds: float) -> str:
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows as lines, their columns aligned; the first row is the heading."""
+    rows = [[clean(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -59,7 +61,10 @@ def overview(info: RunInfo, sample: Sample, events: Sequence[EventRecord], most:
         lines.append(f"slow environments: slots {', '.join(map(str, sample.slow[:20]))}")
     shown = [event for event in events if event.kind not in ("pull", "env_rebuilt")][-5:]
     if shown:
-        lines += ["", *(f"{time.strftime('%H:%M:%S', time.localtime(e.time_s))} {e.kind}: {e.reason}" for e in shown)]
+        lines += [
+            "",
+            *(f"{time.strftime('%H:%M:%S', time.localtime(e.time_s))} {e.kind}: {clean(e.reason)}" for e in shown),
+        ]
     return lines
 
 

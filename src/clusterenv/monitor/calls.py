@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import clusterenv
+from clusterenv.driver import Driver
+
 __all__ = ["CallWatch"]
 
+_PACKAGE = str(Path(clusterenv.__file__).parent)
 _FILES = ("clusterenv/env.py", "clusterenv/collector.py", "clusterenv/vector/async_calls.py")
 
 
 class CallWatch:
     """Track the current call of one run."""
 
-    def __init__(self, driver: Any) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._frame: Any = None
         self._since = time.monotonic()
@@ -34,16 +40,27 @@ class CallWatch:
         return name, time.monotonic() - self._since
 
     def _outermost(self) -> FrameType | None:
+        """Return the frame of the call that the script made, in whichever thread.
+
+        Reading a frame's `f_locals` stores a copy of them in the frame until it ends. A generator's frame lives on
+        between its calls, and would keep a batch alive: whose it is, is found from what it has called.
+        """
         for frame in list(sys._current_frames().values()):
-            found = None
+            found, is_own = None, False
             at: FrameType | None = frame
             while at is not None:
-                if at.f_code.co_filename.endswith(_FILES) and self._is_own(at):
-                    found = at
+                code = at.f_code
+                if code.co_filename.startswith(_PACKAGE):
+                    if not code.co_flags & inspect.CO_GENERATOR:
+                        is_own = self._is_own(at, is_own)
+                    if is_own and code.co_filename.endswith(_FILES):
+                        found = at
                 at = at.f_back
             if found is not None:
                 return found
         return None
 
-    def _is_own(self, frame: FrameType) -> bool:
-        return getattr(frame.f_locals.get("self"), "_driver", None) is self._driver
+    def _is_own(self, frame: FrameType, default: bool) -> bool:
+        owner = frame.f_locals.get("self")
+        driver = owner if isinstance(owner, Driver) else getattr(owner, "_driver", None)
+        return default if driver is None else driver is self._driver

@@ -17,35 +17,63 @@ __all__ = ["Client", "Kept", "find", "open_run"]
 
 
 class Client:
-    """A live run. Any thread may call it. Raises ConnectionError when the run is gone."""
+    """A live run, and what is kept of it once it has ended. Any thread may call it.
+
+    Raises ConnectionError while the run does not answer; later calls connect again.
+    """
 
     def __init__(self, record: records.Live, timeout_s: float = 15.0) -> None:
         self._record = record
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(timeout_s)
-        try:
-            self._socket.connect(record.address)
-        except OSError:
-            self._socket.close()
-            raise
-        self._file = self._socket.makefile("rwb")
-        self._file.write(f"{record.key}\n".encode())
+        self._file: Any = self._connect()
+        self._kept: Kept | None = None
 
-    def _ask(self, kind: Any, *request: Any) -> Any:
+    def _connect(self) -> Any:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:  # stays open until its file is closed
+            connection.settimeout(self._timeout_s)
+            connection.connect(self._record.address)
+            file = connection.makefile("rwb")
+        file.write(f"{self._record.key}\n".encode())
+        return file
+
+    def _ask(self, kind: Any, name: str, *arguments: Any) -> Any:
         with self._lock:
-            try:
-                self._file.write(msgspec.json.encode(request) + b"\n")
-                self._file.flush()
-                line = self._file.readline()
-            except (OSError, ValueError) as error:
-                raise ConnectionError(f"the run {self._record.info.name} does not answer: {error}") from error
-        if not line:
-            raise ConnectionError(f"the run {self._record.info.name} has ended")
+            if self._kept is None:
+                line = self._exchange(msgspec.json.encode([name, *arguments]) + b"\n")
+            if self._kept is not None:
+                if not hasattr(self._kept, name):
+                    raise UsageError(f"the run {self._record.info.name} has ended")
+                return getattr(self._kept, name)(*arguments)
         answer = msgspec.json.decode(line)
         if "error" in answer:
             raise UsageError(answer["error"])
         return msgspec.convert(answer["ok"], kind, str_keys=True)
+
+    def _exchange(self, request: bytes) -> bytes:
+        """Return the answer to a request. If the run has ended, set `_kept` instead, or raise ConnectionError."""
+        problem = "it closed the connection"
+        try:
+            if self._file is None:
+                self._file = self._connect()
+            self._file.write(request)
+            self._file.flush()
+            if line := self._file.readline():
+                return bytes(line)
+        except OSError as error:
+            problem = str(error)
+        self._drop()  # a file that has timed once out refuses every later read
+        kept = records.read_finished(self._record.info.name)
+        if kept is None or kept.info != self._record.info:
+            raise ConnectionError(f"the run {self._record.info.name} does not answer: {problem}")
+        self._kept = Kept(kept)
+        return b""
+
+    def _drop(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # the run is gone, and with it what was not sent
+                file.close()
 
     def info(self) -> RunInfo:
         return self._record.info
@@ -75,9 +103,7 @@ class Client:
         return found
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # the run is gone, and with it what was not sent
-            self._file.close()
-        self._socket.close()
+        self._drop()
 
 
 class Kept:
@@ -107,31 +133,49 @@ class Kept:
 
 def find(name: str | None) -> records.Live:
     """Return the live run of this name (or a beginning of it); None: the only one. Raises UsageError."""
-    records.prune()
-    runs = records.live()
-    names = [run.info.name for run in runs]
-    if name is None:
-        if len(runs) == 1:
-            return runs[0]
-        raise UsageError(f"which run? {', '.join(names)}" if runs else "no run of yours is alive on this machine")
-    chosen = [run for run in runs if run.info.name == name] or [run for run in runs if run.info.name.startswith(name)]
-    if len(chosen) != 1:
-        alive = f"; alive: {', '.join(names)}" if names else "; no run of yours is alive"
-        raise UsageError(f"{'no' if not chosen else 'more than one'} run is named {name!r}{alive}")
-    if chosen[0].info.host != socket.gethostname():
-        raise UsageError(f"the run {chosen[0].info.name} is on {chosen[0].info.host}: log in there")
-    return chosen[0]
+    found = _choose(name)
+    if found is None:
+        raise _not_found(name)
+    return found
 
 
 def open_run(name: str | None) -> Client | Kept:
     """Return a live run, or what is kept of one that has ended: by name; None: the only live one, or the last."""
-    try:
-        return Client(find(name))
-    except (UsageError, OSError) as error:
-        ended = records.finished()
-        kept = records.read_finished(name or (ended[-1] if ended else ""))
-        if kept is None:
-            if isinstance(error, UsageError) and ended:
-                raise UsageError(f"{error}; ended: {', '.join(ended[-5:])}") from None
-            raise UsageError(str(error)) from None
-        return Kept(kept)
+    found = _choose(name)
+    if found is not None:
+        with contextlib.suppress(OSError):  # it has ended just now
+            return Client(found)
+    ended = records.finished()
+    wanted = found.info.name if found is not None else name or (ended[-1] if ended else "")
+    kept = records.read_finished(wanted)
+    if kept is None:
+        if found is not None:
+            raise UsageError(f"the run {wanted} does not answer")
+        raise _not_found(name)
+    return Kept(kept)
+
+
+def _choose(name: str | None) -> records.Live | None:
+    """Return the live run that is meant; None: there is none. Raises UsageError if it cannot be told, or reached."""
+    records.prune()
+    runs = records.live()
+    if name is None:
+        chosen = [run for run in runs if records.is_here(run)] or runs
+    else:
+        chosen = [run for run in runs if run.info.name == name]
+        chosen = chosen or [run for run in runs if run.info.name.startswith(name)]
+    if len(chosen) > 1:
+        names = ", ".join(run.info.name for run in chosen)
+        raise UsageError(f"which run? {names}" if name is None else f"more than one run is named {name!r}...: {names}")
+    if not chosen:
+        return None
+    if not records.is_here(chosen[0]):
+        raise UsageError(f"the run {chosen[0].info.name} is on {chosen[0].info.host}: log in there")
+    return chosen[0]
+
+
+def _not_found(name: str | None) -> UsageError:
+    alive, ended = [run.info.name for run in records.live()], records.finished()[-5:]
+    text = "no run of yours is alive on this machine" if name is None else f"no run is named {name!r}"
+    others = f"; alive: {', '.join(alive)}" if alive else "; no run of yours is alive" if name is not None else ""
+    return UsageError(text + others + (f"; ended: {', '.join(ended)}" if ended else ""))

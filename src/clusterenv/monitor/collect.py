@@ -42,6 +42,7 @@ class Probe:
         self._losses: dict[int, int] = {}  # worker → number of losses
         self._last_loss: dict[int, str] = {}
         self._events_read = 0
+        self._offset_s = time.time() - time.monotonic()  # of one moment: fragments are found again by their times
         psutil.cpu_percent()  # counts from here
 
     def sample(self, is_over: bool = False) -> Sample:
@@ -58,18 +59,19 @@ class Probe:
         call, call_s = ("", 0.0) if is_over else self._calls.look()
         self._note_losses()
         recent = (math.nan, math.nan) if attached is None else attached.counts.recent()
+        nodes, workers = self._nodes(collected), self._workers(stats, collected)
         return Sample(
-            point=self._point(stats, collected, recent),
+            point=self._point(stats, collected, recent),  # last: a sample that is tried again has one rate, of a second
             call=call,
             call_s=call_s,
-            nodes=self._nodes(collected),
-            workers=self._workers(stats, collected),
+            nodes=nodes,
+            workers=workers,
             step_s=stats["step_time_s"].astype(float).tolist(),
             incarnations=stats["incarnations"].tolist(),
             slow=list(stats["slow_slots"]),
             last_loss=dict(self._last_loss),
             event_counts=dict(stats["events"]),
-            policy={} if attached is None else {"family": attached.policy.family.name},
+            policy={} if attached is None else attached.described,
             is_over=is_over,
         )
 
@@ -204,7 +206,7 @@ class Probe:
 
     def fragments(self, after_s: float = 0.0) -> list[FragmentRecord]:
         """Return the fragments that were read later than this Unix time, oldest first."""
-        offset = time.time() - time.monotonic()
+        offset = self._offset_s
         return [
             FragmentRecord(done.worker, done.asked_at_s + offset, done.read_at_s + offset, *done[3:])
             for done in self._driver.collecting.fragments.done.copy()

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from clusterenv import __version__
 from clusterenv.driver import Driver
 from clusterenv.errors import UsageError
@@ -34,6 +32,7 @@ _EVERY_S = 1.0
 _STACK_S = 10.0
 """How long `stack` waits for an answer."""
 _JOIN_S = 2.0
+_TOUCH_S = 60.0
 
 
 def is_wanted() -> bool:
@@ -53,9 +52,8 @@ class Monitor:
     def __init__(self, driver: Driver, env: str, backend: str, name: str | None, dashboard: bool) -> None:
         script = Path(sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-", "-c") else "python").stem
         self._driver = driver
-        self._wanted_name = name or script
         self._info = RunInfo(
-            name=self._wanted_name,
+            name=name or script,
             env=env,
             num_envs=driver.num_envs,
             backend=backend,
@@ -70,20 +68,29 @@ class Monitor:
         self._sample: Sample | None = None
         self._probe: Any = None  # imports psutil, in the thread
         self._closers: list[Callable[[], None]] = []
-        self._lock = threading.Lock()  # of registering and closing: nothing is begun once the end has come
         self._is_registered = False
+        self._touched_at = 0.0
         self._quit = threading.Event()
+        self._is_sampled = threading.Event()  # the last sample was taken: the driver may be closed
         self._failed = False
-        self._thread = OwnThread(self._run, "clusterenv-monitor")
-        self._thread.start()
         if dashboard:
             self._show_page()
+        self._thread = OwnThread(self._run, "clusterenv-monitor")
+        self._thread.start()
 
-    # -- the thread -------------------------------------------------------------------------------------------
+    # -- the thread: all that touches files is here, because a home folder on a network may hang ----------------
 
     def _run(self) -> None:
         while not self._quit.wait(_EVERY_S):
             self._guarded(self._advance)
+        if self._probe is not None:
+            self._guarded(lambda: self._take(is_over=True))
+        self._is_sampled.set()
+        if self._is_registered:
+            self._guarded(self._keep)
+        for closer in reversed(self._closers):
+            with contextlib.suppress(Exception):
+                closer()
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:
@@ -95,8 +102,13 @@ class Monitor:
 
     def _advance(self) -> None:
         self._take(is_over=False)
-        if not self._is_registered and not self._failed:
+        if not self._is_registered:
             self._register()
+        elif time.monotonic() > self._touched_at + _TOUCH_S:
+            from clusterenv.monitor import records
+
+            records.touch(self._info.name)
+            self._touched_at = time.monotonic()
 
     def _take(self, is_over: bool) -> None:
         if self._probe is None:
@@ -112,14 +124,24 @@ class Monitor:
         from clusterenv.monitor.server import Server
 
         records.prune()
-        with self._lock:
-            if self._quit.is_set():
-                return
-            self._info = msgspec.structs.replace(self._info, name=records.free_name(self._wanted_name))
-            server = Server(self)
-            self._closers.append(server.close)
-            records.write(records.Live(self._info, server.address, server.key))
-            self._is_registered = True
+        server = Server(self)
+        try:
+            self._info = records.claim(self._info, server.address, server.key)
+        except BaseException:
+            server.close()
+            raise
+        self._closers.append(server.close)
+        self._is_registered = True
+
+    def _keep(self) -> None:
+        """Replace the record of a live run by what a report of it needs."""
+        from clusterenv.monitor import records
+
+        assert self._sample is not None
+        records.remove_live(self._info.name)
+        records.keep(records.Finished(self._info, self._sample, self.points(), self.events(), self.fragments()))
+
+    # -- the script's side ------------------------------------------------------------------------------------
 
     def _show_page(self) -> None:
         from clusterenv.monitor.page.serve import start
@@ -128,28 +150,16 @@ class Monitor:
         self._closers.append(served.close)
         instruct(f"the page of this run: {served.url}")  # not to a log, which others may read: it has the token
 
-    def close(self) -> None:
-        """End the thread, tell watchers that the run is over, and keep what a report needs. Never raises."""
-        if os.getpid() != self._owner or self._quit.is_set():
-            return
-        self._quit.set()
-        self._thread.join(_JOIN_S)
-        with self._lock:
-            if self._probe is not None and not self._thread.is_alive():
-                self._guarded(self._end)
-            for closer in reversed(self._closers):
-                with contextlib.suppress(Exception):
-                    closer()
+    def end(self) -> None:
+        """Take the last sample. Afterwards the driver may be closed; then call `join`. Never raises."""
+        if os.getpid() == self._owner:
+            self._quit.set()
+            self._is_sampled.wait(_JOIN_S)
 
-    def _end(self) -> None:
-        self._take(is_over=True)
-        if self._is_registered:
-            from clusterenv.monitor import records
-
-            records.remove_live(self._info.name)
-            assert self._sample is not None
-            data = (self._sample, self.points(), self.events(), self.fragments())
-            records.write(records.Finished(self._info, *data))
+    def join(self) -> None:
+        """Wait until watchers know that the run is over, and its data is kept; not for a home folder that hangs."""
+        if os.getpid() == self._owner:
+            self._thread.join(_JOIN_S)
 
     # -- what is served ---------------------------------------------------------------------------------------
 
@@ -173,8 +183,9 @@ class Monitor:
         nodes = self._driver.executor.nodes
         if nodes is None:
             raise UsageError("this run has no nodes: its workers write to the script's own output")
-        if not 0 <= node < len(self._driver.node_of):
-            raise UsageError(f"there is no node {node}")
+        count = 1 + max(self._driver.node_of)
+        if not 0 <= node < count:
+            raise UsageError(f"there is no node {node}: the run has {count}")
         return nodes.log_tail(node) or f"the backend knows no log of node {node}"
 
     def stack(self, slot: int) -> str:

@@ -89,7 +89,7 @@ def _of_point(sample: Sample) -> Iterator[_Metric]:
     yield _Metric(
         "pushed_bytes_total",
         "counter",
-        "Bytes that sending every version whole to every node would have sent.",
+        "Bytes that the rule Always, with whole weights, would have sent at the same requests.",
         _one(point.pushed_bytes),
     )
     yield _Metric("fragment_bytes_total", "counter", "Bytes of fragments received.", _one(point.fragment_bytes))

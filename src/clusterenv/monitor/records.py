@@ -7,33 +7,40 @@ of the run shows, so that `clusterenv report` works later; only the newest of th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
-import socket
+import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import psutil
 
+from clusterenv.monitor.encoding import to_json
 from clusterenv.monitor.sample import EventRecord, FragmentRecord, Point, RunInfo, Sample
+from clusterenv.system.identity import machine, process_start
 
 __all__ = [
     "Finished",
     "Live",
+    "claim",
     "finished",
     "folder",
-    "free_name",
+    "is_here",
     "is_killed",
+    "keep",
     "live",
     "prune",
     "read_finished",
     "remove_live",
-    "write",
+    "touch",
 ]
 
 _KEEP = 20
 """Number of finished runs whose data is kept."""
+_SILENT_S = 900.0
+"""A run of another machine whose file was not touched for so long is gone; runs touch theirs every minute."""
 
 
 class Live(msgspec.Struct, frozen=True):
@@ -43,6 +50,10 @@ class Live(msgspec.Struct, frozen=True):
     address: str
     """Path of its socket."""
     key: str
+    machine: str
+    """Where its process number is valid."""
+    started: str
+    """When its process started, to distinguish it from a later one with the same number."""
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -60,29 +71,54 @@ def folder() -> Path:
     return Path(os.environ.get("CLUSTERENV_HOME") or "~/.clusterenv").expanduser() / "runs"
 
 
-def free_name(wanted: str) -> str:
-    """Return a name for a new run that no other has: the wanted one, or with a number behind it."""
-    base = re.sub(r"[^A-Za-z0-9._-]+", "-", wanted).strip("-.")[:60] or "run"
-    name, number = base, 1
-    while _live_path(name).exists() or _finished_path(name).exists():
-        number += 1
-        name = f"{base}-{number}"
-    return name
+def claim(info: RunInfo, address: str, key: str) -> RunInfo:
+    """Write the record of a new run of this process. Return its info, with a name that no other run has.
 
-
-def write(record: Live | Finished) -> Path:
-    """Write the record of a run, replacing an earlier one. Raises OSError."""
+    Raises OSError.
+    """
     place = folder()
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    data = msgspec.json.encode(record)
-    path = _live_path(record.info.name)
-    if isinstance(record, Finished):
-        path, data = _finished_path(record.info.name), zlib.compress(data)
+    for name in _names(info.name):
+        if _finished_path(name).exists():
+            continue
+        named = msgspec.structs.replace(info, name=name)
+        data = to_json(Live(named, address, key, machine(), process_start(info.pid)))
+        with contextlib.suppress(FileExistsError):  # another run has this name, perhaps since a moment ago
+            _write(_live_path(name), data, os.O_EXCL)
+            return named
+    raise AssertionError
+
+
+def _names(wanted: str) -> Iterator[str]:
+    """Yield names for a run: the wanted one, as a file may be named, then with numbers behind it."""
+    base = re.sub(r"[^A-Za-z0-9._-]+", "-", wanted).strip("-.")[:60] or "run"
+    yield base
+    for number in itertools.count(2):
+        yield f"{base}-{number}"
+
+
+def keep(record: Finished) -> None:
+    """Write what is kept of a run that has ended. Raises OSError."""
+    path = _finished_path(record.info.name)
     partial = path.with_suffix(f".{os.getpid()}.new")
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
+    _write(partial, zlib.compress(to_json(record)), os.O_TRUNC)
     partial.replace(path)
-    return path
+
+
+def _write(path: Path, data: bytes, flag: int) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600), "wb") as file:
+        try:
+            file.write(data)
+            file.flush()
+        except OSError:
+            path.unlink()
+            raise
+
+
+def touch(name: str) -> None:
+    """Show the user's other machines that this run is alive."""
+    with contextlib.suppress(OSError):
+        os.utime(_live_path(name))
 
 
 def remove_live(name: str) -> None:
@@ -99,13 +135,18 @@ def live() -> list[Live]:
     return sorted(found, key=lambda record: record.info.began_at)
 
 
+def is_here(record: Live) -> bool:
+    """Return whether this run is on this machine, so that its socket can be reached."""
+    return record.machine == machine()
+
+
 def is_killed(record: Live) -> bool:
-    """Return whether the script of this run is known to be gone."""
-    if record.info.host != socket.gethostname():
-        return False
+    """Return whether the script of this run is gone, as far as is known here."""
+    if is_here(record):
+        return process_start(record.info.pid) != record.started
     try:
-        return bool(psutil.Process(record.info.pid).create_time() > record.info.began_at + 1.0)
-    except psutil.Error:
+        return time.time() > _live_path(record.info.name).stat().st_mtime + _SILENT_S
+    except OSError:
         return True
 
 
@@ -127,9 +168,10 @@ def prune() -> None:
     for record in live():
         if is_killed(record):
             remove_live(record.info.name)
-            with contextlib.suppress(OSError):
-                Path(record.address).unlink()
-                Path(record.address).parent.rmdir()
+            if is_here(record):
+                with contextlib.suppress(OSError):
+                    Path(record.address).unlink()
+                    Path(record.address).parent.rmdir()
     for path in _finished_files()[:-_KEEP]:
         with contextlib.suppress(OSError):
             path.unlink()

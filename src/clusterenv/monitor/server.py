@@ -7,6 +7,7 @@ arguments; answers are `{"ok": ...}` or `{"error": "..."}`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import logging
 import secrets
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import msgspec
 
 from clusterenv.events import emit
+from clusterenv.monitor.encoding import to_json
 from clusterenv.monitor.source import Source
 from clusterenv.system.teardown import OwnThread
 
@@ -27,6 +29,8 @@ __all__ = ["Served", "Server"]
 
 SERVED = ("info", "sample", "points", "events", "fragments", "log", "stack")
 _LONGEST = 10_000  # bytes of a request
+_LONGEST_FOLDER = 70  # characters: the path of a socket may have 107
+_POLL_S = 0.2  # the longest that the end of the server takes
 
 
 class Served(Source, Protocol):
@@ -45,10 +49,15 @@ class Server:
     def __init__(self, run: Served) -> None:
         self.key = secrets.token_hex(16)
         # Not in the home folder: it may be on a network, where sockets do not work, and its path may be too long.
-        self._folder = Path(tempfile.mkdtemp(prefix="clusterenv-run-"))
+        short = len(tempfile.gettempdir()) < _LONGEST_FOLDER
+        self._folder = Path(tempfile.mkdtemp(prefix="clusterenv-run-", dir=None if short else "/tmp"))
         self.address = str(self._folder / "socket")
-        self._server = _Listener(self.address, run, self.key)
-        self._thread = OwnThread(self._server.serve_forever, "clusterenv-monitor-socket")
+        try:
+            self._server = _Listener(self.address, run, self.key)
+        except OSError:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._thread = OwnThread(functools.partial(self._server.serve_forever, _POLL_S), "clusterenv-monitor-socket")
         self._thread.start()
 
     def close(self) -> None:
@@ -101,7 +110,7 @@ class _Connection(socketserver.StreamRequestHandler):
             name, *arguments = msgspec.json.decode(line, type=list[Any])
             if name not in SERVED:
                 raise ValueError(f"unknown request {name!r}")
-            return msgspec.json.encode({"ok": getattr(self.server.run, name)(*arguments)})
+            return to_json({"ok": getattr(self.server.run, name)(*arguments)})
         except Exception as error:  # whatever a client asks for, the run goes on
             emit(logging.DEBUG, f"a request to the monitor failed: {error!r}")
-            return msgspec.json.encode({"error": f"{type(error).__name__}: {error}"})
+            return to_json({"error": f"{type(error).__name__}: {error}"})

@@ -39,8 +39,9 @@ def watch(
 
     def close_both() -> None:
         try:
-            monitor.close()
+            monitor.end()
         finally:
             close()
+        monitor.join()
 
     return close_both

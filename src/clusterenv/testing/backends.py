@@ -33,8 +33,8 @@ from clusterenv.backends import registry
 from clusterenv.backends.cluster import example_plan
 from clusterenv.backends.contract import ClusterBackend, CollectsGarbage, PrintsScript
 from clusterenv.backends.gc import remove
-from clusterenv.backends.launch.note import machine
 from clusterenv.backends.remote import Remote
+from clusterenv.system.identity import machine
 from clusterenv.testing.envs import KILL_NODE, KILL_WORKER, Fragile, linear
 from clusterenv.testing.running import (
     WAIT_S,

@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from clusterenv.backends.launch.note import machine, process_start
+from clusterenv.system.identity import machine, process_start
 
 STEP, KILL_WORKER, KILL_NODE = range(3)
 

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from clusterenv.system.identity import machine, process_start
+
 NAME = "head.json"
 
 _BEAT_S = 15.0
@@ -117,19 +119,3 @@ def now_there(folder: Path) -> float:
             return os.fstat(probe.fileno()).st_mtime
     except OSError:
         return time.time()
-
-
-def machine() -> str:
-    """Return an identifier of this machine's boot and PID namespace, within which process ids are valid."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return f"unknown {os.urandom(8).hex()}"  # different from every other
-
-
-def process_start(pid: int) -> str:
-    """Return when this process started, in clock ticks, to distinguish it from a later one with the same id."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
-    except OSError:
-        return ""

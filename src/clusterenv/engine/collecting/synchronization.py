@@ -52,6 +52,7 @@ class Synchronization:
         self.publisher.weights_of = self._weights_of
         self._ledger = ledger
         self.nodes = [Node() for _ in range(ledger.num_nodes)]
+        self.described = {"family": prepared.family.name, "runtime": prepared.runtime, "reason": prepared.reason}
         self._is_recurrent = prepared.is_recurrent
         self.wants_first_states = exchange.codec == "auto" and not prepared.is_recurrent and prepared.mask is None
         """Whether to measure drift on initial states of episodes until there are others."""

@@ -11,6 +11,8 @@ import msgspec
 
 from clusterenv.monitor.doctor.checks import Check, Status
 from clusterenv.monitor.doctor.findings import Finding, Severity
+from clusterenv.monitor.encoding import to_json
+from clusterenv.monitor.terminal import clean
 
 __all__ = ["as_json", "print_report", "text_of_checks", "text_of_findings"]
 
@@ -29,7 +31,7 @@ _DETAIL_LINES = 12
 def as_json(checks: Sequence[Check] | None, findings: Sequence[Finding] | None) -> str:
     """Return both as one JSON object; None: not looked at."""
     found = None if findings is None else [_finding(finding) for finding in findings]
-    return msgspec.json.format(msgspec.json.encode({"machine": checks, "run": found}), indent=2).decode()
+    return msgspec.json.format(to_json({"machine": checks, "run": found}), indent=2).decode()
 
 
 def _finding(finding: Finding) -> dict[str, Any]:
@@ -77,9 +79,9 @@ def _check_lines(checks: Sequence[Check]) -> list[_Line]:
     lines: list[_Line] = []
     for check in checks:
         mark = (f"{check.status.value:<8}", _STYLES[check.status])
-        lines.append([mark, (f" {check.name:<{width}}  {_clean(check.seen)}", "")])
+        lines.append([mark, (f" {check.name:<{width}}  {clean(check.seen)}", "")])
         if check.advice:
-            lines.append([(f"{'':<8} {'':<{width}}  → {_clean(check.advice)}", "")])
+            lines.append([(f"{'':<8} {'':<{width}}  → {clean(check.advice)}", "")])
     return lines
 
 
@@ -90,21 +92,16 @@ def _finding_lines(findings: Sequence[Finding]) -> list[_Line]:
     for number, finding in enumerate(findings, 1):
         mark = (f"{finding.severity.value:<8}", _STYLES[finding.severity])
         cost = f"  [costs about {finding.lost:.0%}]" if finding.lost >= 0.01 else ""
-        lines.append([(f"{number}. ", ""), mark, (f" {_clean(finding.text)}", "bold"), (cost, "dim")])
+        lines.append([(f"{number}. ", ""), mark, (f" {clean(finding.text)}", "bold"), (cost, "dim")])
         evidence = ", ".join(f"{name} {_value(value)}" for name, value in finding.evidence.items())
-        lines.append([(f"   {finding.subject}: {_clean(evidence)}", "dim")])
-        lines.append([(f"   → {_clean(finding.advice)}", "")])
+        lines.append([(f"   {finding.subject}: {clean(evidence)}", "dim")])
+        lines.append([(f"   → {clean(finding.advice)}", "")])
         shown = finding.detail.strip().splitlines()
         if len(shown) > _DETAIL_LINES:
             lines.append([(f"   | [{len(shown) - _DETAIL_LINES} lines left out]", "dim")])
-        lines += [[(f"   | {_clean(line)}", "dim")] for line in shown[-_DETAIL_LINES:]]
+        lines += [[(f"   | {clean(line)}", "dim")] for line in shown[-_DETAIL_LINES:]]
     return lines
 
 
 def _value(value: float | int | str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _clean(text: str) -> str:
-    """Return the text without control characters: environments and nodes may send escape sequences."""
-    return "".join(char if char.isprintable() else " " for char in text)

@@ -19,8 +19,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from clusterenv.monitor.encoding import to_json
 from clusterenv.monitor.page.assets import HTML, read_assets
-from clusterenv.monitor.page.data import Cursor, Updates, to_json
+from clusterenv.monitor.page.data import Cursor, Updates
 from clusterenv.monitor.page.guard import Guard
 from clusterenv.monitor.prometheus import CONTENT_TYPE, render
 from clusterenv.monitor.source import Source

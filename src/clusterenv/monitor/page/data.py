@@ -13,7 +13,7 @@ import msgspec
 from clusterenv.monitor.sample import EventRecord, FragmentRecord, Point, RunInfo, Sample
 from clusterenv.monitor.source import Source
 
-__all__ = ["Cursor", "Update", "Updates", "thin", "to_json"]
+__all__ = ["Cursor", "Update", "Updates", "thin"]
 
 MOST_POINTS = 2000
 """Of a history that is sent at once; more than a chart has pixels."""
@@ -103,21 +103,3 @@ def _merge(points: list[Point]) -> Point:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def to_json(value: object) -> bytes:
-    """Return `value` as JSON; NaN becomes null, and what is no text in UTF-8 is escaped."""
-    try:
-        return msgspec.json.encode(value)
-    except UnicodeEncodeError:  # an environment's traceback may quote bytes, which Python decodes to lone surrogates
-        return msgspec.json.encode(_encodable(msgspec.to_builtins(value)))
-
-
-def _encodable(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, dict):
-        return {_encodable(name): _encodable(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_encodable(entry) for entry in value]
-    return value

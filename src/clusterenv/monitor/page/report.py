@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from clusterenv.monitor.encoding import to_json
 from clusterenv.monitor.page.assets import inline
-from clusterenv.monitor.page.data import Updates, to_json
+from clusterenv.monitor.page.data import Updates
 from clusterenv.monitor.source import Source
 
 __all__ = ["write_report"]

@@ -77,7 +77,7 @@
   }
 
   function traffic(total, rate) {
-    return known(rate) ? `${bytes(total)} (${bytes(rate)}/s)` : bytes(total);
+    return known(rate) ? `${bytes(total)} (machine: ${bytes(rate)}/s)` : bytes(total);
   }
 
   function row(node, workers) {

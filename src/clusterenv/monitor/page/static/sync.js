@@ -33,12 +33,12 @@
   function renderBytes(point) {
     const most = Math.max(point.pushed_bytes, point.weight_bytes);
     const saved = point.pushed_bytes && point.weight_bytes
-      ? `${monitor.rounded((100 * point.weight_bytes) / point.pushed_bytes, 2)} % of pushing every version whole`
+      ? `${monitor.rounded((100 * point.weight_bytes) / point.pushed_bytes, 2)} % of what Always sends whole`
       : "nothing sent yet";
     at("sync-bytes").replaceChildren(
       el("span", { class: "sum" }, saved),
       el("span", {}, `sent ${bytes(point.weight_bytes)}`), bar(point.weight_bytes, most),
-      el("span", {}, `pushing ${bytes(point.pushed_bytes)}`), bar(point.pushed_bytes, most, "would"),
+      el("span", {}, `Always ${bytes(point.pushed_bytes)}`), bar(point.pushed_bytes, most, "would"),
     );
   }
 
