@@ -15,6 +15,7 @@ import pytest
 
 from clusterenv.monitor.doctor import Cause, Severity, concerning, diagnose_run
 from clusterenv.monitor.doctor.probe import state_of
+from clusterenv.monitor.doctor.thresholds import WARM_S
 from watched_run import watched
 
 pytestmark = pytest.mark.doctor
@@ -99,6 +100,39 @@ def test_weights_that_are_never_pulled_again(tmp_path):
             time.sleep(0.5)
         findings = diagnosed(run)
     assert [(f.cause, str(f.subject)) for f in findings] == [(Cause.STALE_WEIGHTS, "run")]
+
+
+@pytest.mark.parametrize("call", ["rollout", "step"])
+def test_environments_that_all_wait(tmp_path, call):
+    with watched(tmp_path, fault="step", amount=0.02, slot=None, call=call) as run:
+        findings = diagnosed(run)
+    assert [(f.cause, str(f.subject)) for f in findings] == [(Cause.ENV_WAITS, "run")]
+
+
+def test_an_environment_that_keeps_memory(tmp_path):
+    with watched(tmp_path, fault="leak", amount=20_000) as run:
+        wait_until_old(run)
+        findings = diagnosed(run)
+    assert [(f.cause, str(f.subject)) for f in findings] == [(Cause.MEMORY_GROWS, "worker 0")]
+
+
+def test_environments_whose_processes_take_the_cores(tmp_path):
+    with watched(tmp_path, fault="children", amount=2, slot=None) as run:
+        findings = diagnosed(run)
+    assert [(f.cause, str(f.subject)) for f in findings] == [(Cause.CHILD_PROCESSES, "run")]
+
+
+def test_a_learner_that_forgets_to_publish(tmp_path):
+    with watched(tmp_path, call="stream", publish=False) as run:
+        wait_until_old(run)
+        findings = diagnosed(run)
+    assert [(f.cause, str(f.subject)) for f in findings] == [(Cause.NEVER_PUBLISHED, "run")]
+
+
+def wait_until_old(run):
+    """Wait until the doctor does not take what it sees for the start of a run."""
+    while time.time() < run.info().began_at + WARM_S:
+        time.sleep(0.5)
 
 
 def test_a_slow_link(tmp_path):

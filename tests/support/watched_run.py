@@ -22,7 +22,7 @@ WAIT_S = 60.0
 
 
 class Plain(gym.Env):
-    """About 0.2 ms of work per step, 50 steps per episode; what goes wrong is in `fault`, for one slot."""
+    """About 0.2 ms of work per step, 50 steps per episode; what goes wrong is in `fault`, for one slot or all."""
 
     action_space = spaces.Discrete(2)
 
@@ -30,12 +30,16 @@ class Plain(gym.Env):
         self.slot, self.fault, self.amount = slot, fault, amount
         self.observation_space = spaces.Box(-1, 1, (size,), np.float32)
         self.t = 0
+        self.kept = []
+        self.children = []
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.t = 0
         if self.fault == "reset":
             time.sleep(self.amount)
+        if self.fault == "children" and len(self.children) < self.amount:
+            self.children.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
         return self._obs(), {}
 
     def step(self, action):
@@ -45,6 +49,8 @@ class Plain(gym.Env):
             pass
         if self.fault == "step":
             time.sleep(self.amount)
+        if self.fault == "leak":
+            self.kept.append(b"x" * int(self.amount))
         if self.fault == "crash" and self.t == 20:
             raise ValueError(f"joint {self.slot} left its limits")
         if self.fault == "hang" and self.t == 20:
@@ -63,8 +69,8 @@ def _main(options: dict) -> None:
     import clusterenv as ce
     from clusterenv.testing import chaos
 
-    faults = {options["slot"]: options["fault"]}
     count, size, amount = options["envs"], options["size"], options["amount"]
+    faults = dict.fromkeys(range(count) if options["slot"] is None else [options["slot"]], options["fault"])
     makers = [lambda i=i: Plain(i, faults.get(i, ""), amount, size) for i in range(count)]
     linked = chaos.LinkedLoopback(nodes=2)
     backend = (
@@ -89,6 +95,8 @@ def _main(options: dict) -> None:
         batches = collector.stream(64) if options["call"] == "stream" else iter(lambda: collector.rollout(64), None)
         for _ in batches:
             policy.values["w"] += np.float32(0.001)
+            if options["publish"]:
+                collector.publish()
             time.sleep(options["learn_s"])
 
 
@@ -99,7 +107,7 @@ def watched(home: Path, **options) -> Iterator[object]:
     from clusterenv.monitor.client import Client, find
 
     defaults = {"envs": 4, "workers": 2, "size": 8, "slot": 1, "fault": "", "amount": 0.0, "call": "rollout"}
-    defaults |= {"nodes": False, "link": 0, "never": False, "learn_s": 0.01}
+    defaults |= {"nodes": False, "link": 0, "never": False, "learn_s": 0.01, "publish": True}
     source = Path(sys.modules["clusterenv"].__file__).parents[1]
     environment = {**os.environ, "CLUSTERENV_HOME": str(home), "PYTHONPATH": f"{source}:{Path(__file__).parent}"}
     command = [sys.executable, __file__, json.dumps({**defaults, **options})]

@@ -13,6 +13,8 @@ from msgspec.structs import replace
 
 from clusterenv.monitor.doctor.diagnose import concerning
 from clusterenv.monitor.doctor.findings import Cause, Severity
+from clusterenv.monitor.doctor.here import Here
+from clusterenv.monitor.doctor.show import text_of_findings
 from made_up_runs import NOW, Run, healthy
 
 
@@ -194,6 +196,55 @@ def uneven(run: Run) -> None:
     run.point(waiting=0.5)
 
 
+def waiting_in_steps(run: Run) -> None:
+    run.each(lambda _, s: replace(s, step_s=[0.02] * len(s.step_s)))
+    for worker in range(4):
+        run.worker(worker, environment=0.95, policy=0.02, waiting=0.03, cpu=0.05)
+        run.process(worker, cpu=0.05, queued=0.02)
+        run.slower(worker, lambda f: replace(f, environment_s=f.environment_s * 20))
+
+
+def waiting_in_steps_of_the_head(run: Run) -> None:
+    run.each(lambda _, s: replace(s, call="step", step_s=[0.02] * len(s.step_s)))
+    for worker in range(4):
+        run.worker(worker, phase="step", slot=2 * worker, cpu=0.05)
+        run.process(worker, cpu=0.05, queued=0.02)
+
+
+def leaking_worker(run: Run) -> None:
+    for worker in range(4):
+        run.worker(worker, memory=36 << 20)
+    run.worker(1, memory=lambda age: int((300 - 10 * age) * 1e6))
+
+
+def leaking_everywhere(run: Run) -> None:
+    for worker in range(4):
+        run.worker(worker, memory=lambda age: int((300 - 5 * age) * 1e6))
+
+
+def children_that_spin(run: Run) -> None:
+    for worker in range(4):
+        run.process(worker, queued=0.6, cpu=0.3)
+    children = {0: [("python", 1.4)], 3: [("python", 1.2), ("Xvfb", 0.5)]}
+    run.here = replace(run.here, busy_cores=8.0, own_cores=7.8, children=children)
+
+
+def one_environments_children(run: Run) -> None:
+    children_that_spin(run)
+    run.here = replace(run.here, children={2: [("server", 3.0)]})
+
+
+def never_published(run: Run) -> None:
+    run.point(version=0, held_version=0, pulls=1)
+    run.node(0, version=0, pulls=1)
+
+
+def stopped_agent(run: Run) -> None:
+    lost_node(run)
+    run.node(1, pid=777)
+    run.here = Here(8, stopped={1: [777]})
+
+
 def idle_workers(run: Run) -> None:
     run.each(lambda _, s: replace(s, call="", workers=[replace(w, is_busy=False) for w in s.workers]))
 
@@ -242,6 +293,16 @@ CASES = {
     "invalid rows": Case(invalid, Cause.INVALID_ROWS, "run"),
     "policy": Case(heavy_policy, Cause.POLICY, "run", Severity.ADVICE),
     "lockstep": Case(uneven, Cause.LOCKSTEP, "worker 3", Severity.ADVICE),
+    "waiting": Case(waiting_in_steps, Cause.ENV_WAITS, "run", Severity.ADVICE),
+    "waiting, without a collector": Case(
+        waiting_in_steps_of_the_head, Cause.ENV_WAITS, "run", Severity.ADVICE, shape="step"
+    ),
+    "leak": Case(leaking_worker, Cause.MEMORY_GROWS, "worker 1"),
+    "leaks": Case(leaking_everywhere, Cause.MEMORY_GROWS, "run"),
+    "children": Case(children_that_spin, Cause.CHILD_PROCESSES, "run"),
+    "children of one": Case(one_environments_children, Cause.CHILD_PROCESSES, "worker 2"),
+    "never published": Case(never_published, Cause.NEVER_PUBLISHED, "run", Severity.ADVICE, "stream"),
+    "stopped agent": Case(stopped_agent, Cause.NODE_LOST, "node 1", Severity.ERROR, nodes=3),
     "learner": Case(idle_workers, Cause.LEARNER, "run", Severity.ADVICE, "learner"),
     "start": Case(building, Cause.STARTING, "run", Severity.ADVICE),
 }
@@ -293,6 +354,33 @@ def test_a_dead_worker_is_before_a_slow_one_and_a_crash_loop_carries_its_traceba
     assert [f.cause for f in findings] == [Cause.WORKER_STOPPED, Cause.CRASH_LOOP, Cause.SLOW_ENV]
     assert findings[1].detail == "Traceback" and findings[1].evidence["seed"] == 11
     assert [f.cause for f in concerning(findings, 1)] == [Cause.WORKER_STOPPED]
+
+
+def test_a_stopped_agent_is_to_be_continued_and_a_costly_learner_is_before_a_small_loss():
+    run = healthy(nodes=3)
+    stopped_agent(run)
+    (finding,) = run.findings()
+    assert "kill -CONT 777" in finding.advice and "is stopped" in finding.text
+    run = healthy("learner")
+    idle_workers(run)
+    run.host(0, throttled=0.3)
+    assert [f.cause for f in run.findings()] == [Cause.LEARNER, Cause.CPU_THROTTLED]
+
+
+def test_a_stack_shows_the_last_call_wherever_it_stands():
+    run = healthy()
+    stack = "Current thread 0x1 (most recent call first):\n  File env.py, line 8 in step\n" + "  a frame\n" * 30
+    for age in (40, 20, 5):
+        run.event("worker_lost", "worker 3 killed by SIGSEGV", age, slots=(7,), worker=3, detail=stack)
+    shown = text_of_findings(run.findings())
+    assert "env.py, line 8" in shown and "lines left out" in shown
+
+
+@pytest.mark.parametrize("growth", [lambda age: 300e6, lambda age: (300 - 10 * (age % 3)) * 1e6, lambda age: 3e8 - age])
+def test_memory_that_does_not_grow_steadily_is_no_leak(growth):
+    run = healthy()
+    run.worker(1, memory=lambda age: int(growth(age)))
+    assert run.findings() == []
 
 
 @pytest.mark.parametrize("shape", ["rollout", "stream", "prefetch", "step"])

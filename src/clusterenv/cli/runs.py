@@ -173,7 +173,7 @@ def doctor(run: str | None, worker: int | None, as_json: bool) -> int:
     from clusterenv.monitor import doctor as checking
     from clusterenv.monitor.client import open_run
 
-    checks = findings = None
+    checks = findings = sample = None
     if run is None:
         if worker is not None:
             raise UsageError('--worker needs the name of a run ("-": the only one)')
@@ -190,6 +190,8 @@ def doctor(run: str | None, worker: int | None, as_json: bool) -> int:
         is_bad = any(finding.severity is not checking.Severity.ADVICE for finding in findings)
     if as_json:
         print(checking.as_json(checks, findings))
+    elif findings == [] and sample is not None and sample.is_over:
+        print("the run has ended, and nothing that it recorded explains a failure")
     else:
         checking.print_report(checks, findings)
     return 1 if is_bad else 0

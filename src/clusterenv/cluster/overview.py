@@ -51,7 +51,7 @@ def overview(head: Head) -> list[NodeView]:
                 "" if is_here or state == "released" else head.job_state(node),
                 "" if hello is None else hello.job,
                 "" if hello is None else hello.host,
-                hello.pid if hello is not None and is_here else None,
+                None if hello is None else hello.pid,
                 hello.ends_at if hello is not None and is_here else None,
                 now - roster.heard_at(node) if is_here else None,
                 head.progress.loads.get(node) if is_here else None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from clusterenv.monitor.doctor import dead_workers, links, machines, records, script, slow_workers
+from clusterenv.monitor.doctor import dead_workers, environments, links, machines, records, script, slow_workers
 from clusterenv.monitor.doctor.findings import Cause, Finding, Severity
 from clusterenv.monitor.doctor.here import Here
 from clusterenv.monitor.doctor.window import Window
@@ -48,17 +48,20 @@ def diagnose(
     crashed = [f for f in dead_workers.crashes(window) if not missing.issuperset(f.workers) or not f.workers]
     throttled = list(slow_workers.throttled_workers(window))
     swapping = list(machines.swapping(window))
-    crowded = list(machines.oversubscribed(window))
+    children = list(environments.child_processes(window))
+    crowded = [*children, *machines.oversubscribed(window)]
     dead = missing | _workers(stuck)
     held = dead | _workers([*throttled, *swapping])
     busy_nodes = {window.workers[w].node for w in _workers(crowded) if w in window.workers}
     resets = list(slow_workers.slow_resets(window, held))
     slow = list(slow_workers.slow_workers(window, held | _workers(resets)))
-    environments = list(slow_workers.slow_environments(window, held | _workers(slow), _workers(resets), busy_nodes))
+    slow += slow_workers.slow_environments(window, held | _workers(slow), _workers(resets), busy_nodes)
+    waiting = environments.waiting_environments(window, held | _workers([*resets, *slow]))
     linked = list(links.slow_links(window, dead | _workers(crashed) | _workers(swapping)))
+    growing = environments.growing_memory(window)
     stale = [f for f in links.stale_weights(window) if not f.workers or not _workers(linked).issuperset(f.workers)]
-    found = [*stopped, *gone, *stuck, *crashed, *throttled, *swapping, *crowded, *resets, *slow, *environments]
-    found += [*linked, *stale, *recorded]
+    found = [*stopped, *gone, *stuck, *crashed, *throttled, *swapping, *crowded, *resets, *slow, *waiting]
+    found += [*growing, *linked, *stale, *links.never_published(window), *recorded]
     explained = _workers(f for f in found if f.severity is not Severity.ADVICE)
     if not any(f.cause in _INVALIDATES for f in found):
         found += script.invalid_rows(window)
@@ -72,11 +75,11 @@ def diagnose(
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings, the most severe first, then those that cost most; the same cause of a subject only once."""
+    """Return the findings, errors first, then those that cost most; the same cause of a subject only once."""
     chosen: dict[object, Finding] = {}
     for finding in findings:
         chosen.setdefault((finding.cause, finding.subject), finding)
-    return sorted(chosen.values(), key=lambda f: (_LEVELS.index(f.severity), -f.lost))
+    return sorted(chosen.values(), key=lambda f: (f.severity is not Severity.ERROR, -f.lost, _LEVELS.index(f.severity)))
 
 
 def concerning(findings: Iterable[Finding], worker: int) -> list[Finding]:

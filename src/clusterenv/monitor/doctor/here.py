@@ -40,5 +40,7 @@ class Here(msgspec.Struct, frozen=True):
     others: list[tuple[str, float]] = []
     head: ProcessSample | None = None
     workers: dict[int, ProcessSample] = {}
+    children: dict[int, list[tuple[str, float]]] = {}
+    """Worker → the processes that its environments have started, with the cores that those of a name use."""
     stopped: dict[int, list[int]] = {}
     """Node on this machine → its processes that are stopped."""

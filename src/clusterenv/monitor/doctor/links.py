@@ -10,7 +10,7 @@ from clusterenv.monitor.doctor.findings import Cause, Evidence, Finding, Severit
 from clusterenv.monitor.doctor.window import Window, median
 from clusterenv.monitor.sample import NodeSample
 
-__all__ = ["slow_links", "stale_weights"]
+__all__ = ["never_published", "slow_links", "stale_weights"]
 
 
 class _Link(NamedTuple):
@@ -170,3 +170,20 @@ def _stale(window: Window, node: NodeSample, lag: int, subject: Subject, who: st
         evidence,
         workers=tuple(window.workers_on(node.node)) if subject.kind == "node" else tuple(window.workers),
     )
+
+
+def never_published(window: Window) -> Iterator[Finding]:
+    """Find streams whose workers have had the first weights only: a stream publishes nothing by itself."""
+    last = window.last.point
+    age_s = last.time_s - window.info.began_at
+    is_old = age_s >= at.WARM_S and len(window.fragments) >= at.UNPUBLISHED_FRAGMENTS
+    if last.version == 0 and last.pulls and is_old and any(s.call == "stream" for s in window.samples):
+        yield Finding(
+            Severity.ADVICE,
+            Cause.NEVER_PUBLISHED,
+            Subject(),
+            f"the workers act with the first weights: none have been published in {age_s:.0f} s of streaming",
+            "call collector.publish() after each update of the learner; if the policy is not trained, all is well",
+            {"version": 0, "pulls": last.pulls, "fragments": len(window.fragments)},
+            workers=tuple(window.workers),
+        )

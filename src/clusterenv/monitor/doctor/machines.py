@@ -231,18 +231,26 @@ def _lost(window: Window, node: NodeSample, gone: EventRecord) -> Finding:
     evidence: Evidence = {"seconds_ago": round(window.now_s - gone.time_s, 1)}
     if node.scheduler:
         evidence["scheduler"] = node.scheduler
+    advice = "it is asked for again; its log says why the agent ended (clusterenv logs, job output, kubectl logs)"
+    if is_taken:
+        advice = "it is asked for again; use a partition or pods that are not preempted, or a longer time limit"
+    elif not is_back and _is_stopped(window, node):
+        reason += ", and its agent's process is stopped"
+        advice = f"kill -CONT {node.pid}; find out what stopped it (a batch system, a shell)"
     return Finding(
         Severity.WARNING if is_back else Severity.ERROR,
         Cause.NODE_PREEMPTED if is_taken else Cause.NODE_LOST,
         Subject("node", node.node),
         f"node {node.node} {'was lost, and is back' if is_back else 'is lost'}: {reason}",
-        "it is asked for again; use a partition or pods that are not preempted, or a longer time limit"
-        if is_taken
-        else "it is asked for again; its log says why the agent ended (job output, kubectl logs)",
+        advice,
         evidence,
         lost=0.0 if is_back else 1 / max(1, len(window.nodes)),
         workers=tuple(window.workers_on(node.node)),
     )
+
+
+def _is_stopped(window: Window, node: NodeSample) -> bool:
+    return window.here is not None and bool(window.here.stopped.get(node.node))
 
 
 def _refused(window: Window, node: NodeSample, event: EventRecord) -> Finding:
@@ -260,7 +268,7 @@ def _refused(window: Window, node: NodeSample, event: EventRecord) -> Finding:
 
 
 def _silent(window: Window, node: NodeSample) -> Finding:
-    is_stopped = window.here is not None and bool(window.here.stopped.get(node.node))
+    is_stopped = _is_stopped(window, node)
     why = "its agent's process is stopped" if is_stopped else "its machine, its agent or the network between hangs"
     return Finding(
         Severity.ERROR,

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,10 +84,9 @@ class Probe:
         used = {pid: _cpu(before, stat) / elapsed_s for pid, stat in after.stats.items()}
         roots = {info.pid, *workers.values(), *_agents(info, sample).values()}
         own = _tree(after.stats, roots) | {os.getpid()}
-        others: defaultdict[str, float] = defaultdict(float)
-        for pid in used.keys() - own:
-            others[after.stats[pid].name] += used[pid]
-        largest = sorted(others.items(), key=lambda entry: -entry[1])[:_NAMED]
+        children = {
+            worker: _largest(after.stats, used, _tree(after.stats, {pid}) - {pid}) for worker, pid in workers.items()
+        }
         stopped = {
             node: [p for p in sorted(_tree(after.stats, {pid})) if after.stats[p].state in "Tt"]
             for node, pid in _agents(info, sample).items()
@@ -96,11 +95,21 @@ class Probe:
             os.cpu_count() or 1,
             max(0.0, after.busy_s - before.busy_s) / elapsed_s,
             sum(used.get(pid, 0.0) for pid in own),
-            [(name, round(cpu, 2)) for name, cpu in largest if cpu > 0.05],
+            _largest(after.stats, used, used.keys() - own),
             _process(info.pid, before, after, used),
             {w: process for w, pid in workers.items() if (process := _process(pid, before, after, used)) is not None},
+            {worker: its for worker, its in children.items() if its},
             {node: pids for node, pids in stopped.items() if pids},
         )
+
+
+def _largest(stats: Mapping[int, Stat], used: Mapping[int, float], pids: Set[int]) -> list[tuple[str, float]]:
+    """Return the names of these processes with the cores that they use together, the largest first."""
+    by_name: defaultdict[str, float] = defaultdict(float)
+    for pid in pids:
+        by_name[stats[pid].name] += used[pid]
+    largest = sorted(by_name.items(), key=lambda entry: -entry[1])[:_NAMED]
+    return [(name, round(cores, 2)) for name, cores in largest if cores > 0.05]
 
 
 def _watched(info: RunInfo, sample: Sample | None) -> set[int]:

@@ -31,6 +31,7 @@ def learner(window: Window) -> Iterator[Finding]:
             f"the workers are idle {what}, while the learner works",
             "collect meanwhile: rollout(prefetch=True) or stream(); more workers would not help",
             {"learner_share": round(share, 2)},
+            lost=share,
         )
 
 

@@ -25,7 +25,7 @@ _STYLES = {
     Status.OK: "green",
 }
 _DETAIL_LINES = 12
-"""Last lines of a traceback that are shown; `as_json` has all."""
+"""Lines of a traceback that are shown; `as_json` has all."""
 
 
 def as_json(checks: Sequence[Check] | None, findings: Sequence[Finding] | None) -> str:
@@ -96,11 +96,17 @@ def _finding_lines(findings: Sequence[Finding]) -> list[_Line]:
         evidence = ", ".join(f"{name} {_value(value)}" for name, value in finding.evidence.items())
         lines.append([(f"   {finding.subject}: {clean(evidence)}", "dim")])
         lines.append([(f"   → {clean(finding.advice)}", "")])
-        shown = finding.detail.strip().splitlines()
-        if len(shown) > _DETAIL_LINES:
-            lines.append([(f"   | [{len(shown) - _DETAIL_LINES} lines left out]", "dim")])
-        lines += [[(f"   | {clean(line)}", "dim")] for line in shown[-_DETAIL_LINES:]]
+        lines += [[(f"   | {clean(line)}", "dim")] for line in _shortened(finding.detail)]
     return lines
+
+
+def _shortened(detail: str) -> list[str]:
+    """Return the end of a traceback, or the beginning of a stack of faulthandler, where the last call is the first."""
+    lines = detail.strip().splitlines()
+    left_out = [f"[{len(lines) - _DETAIL_LINES} lines left out]"] if len(lines) > _DETAIL_LINES else []
+    if "most recent call first" in detail:
+        return lines[:_DETAIL_LINES] + left_out
+    return left_out + lines[-_DETAIL_LINES:]
 
 
 def _value(value: float | int | str) -> str:

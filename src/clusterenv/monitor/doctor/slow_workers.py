@@ -151,7 +151,9 @@ def slow_resets(window: Window, skipped: Collection[int]) -> Iterator[Finding]:
         if profile.share("reset") >= at.RESET_SHARE:
             slots = Counter({slot: times for (slot, phase), times in profile.places.items() if phase == "reset"})
             found[worker] = profile.share("reset"), slots
-    if len(found) > 2 and len(found) == len(window.workers):  # a property of the environment, not of one of them
+    is_spread = all(slots.most_common(1)[0][1] < at.ONE_PLACE * sum(slots.values()) for _, slots in found.values())
+    is_all = len(found) > 1 and len(found) == len(window.workers)
+    if is_all and (is_spread or len(found) > 2):  # a property of the environment, not of one of them
         share = median(share for share, _ in found.values()) or 0.0
         yield _slow_reset(Subject(), tuple(found), share, share, "the workers")
         return

@@ -47,6 +47,18 @@ SLOW_WORKER_FACTOR = 2.5
 ALIKE = 3.0
 """Environment against policy: how much more the one may be slowed down than the other by a lack of CPU."""
 
+WAITING_STEPS = 0.6
+"""Share of a worker's time in its environments from which these decide the speed of the run."""
+WAITING_CPU = 0.4
+"""Share of a core that workers use, or want to use, whose environments mostly wait."""
+
+WARM_S = 20.0
+"""Age of a run before which its workers' memory may grow: imports, assets, caches."""
+GROWN_BYTES = 16 << 20
+"""Within the time that the doctor watches; less is the noise of an allocator."""
+FULL_S = 7200.0
+"""The machine's memory would be full within this time."""
+
 CRASHES = 3
 """Losses of one slot or worker in the window below that are a loop; two, if their reasons are alike."""
 CRASH_WINDOW_S = 600.0
@@ -67,6 +79,9 @@ BUSY = 0.9
 OTHERS_CORES = 0.5
 """Cores that processes outside the run take, and below, as a share of all: less is the noise of any machine."""
 OTHERS_SHARE = 0.2
+CHILDREN_CORES = 0.2
+"""Cores that processes of environments take at least, and below, of those that the whole run uses."""
+CHILDREN_SHARE = 0.5
 QUEUED = 0.2
 """Share of the time in which a worker wants to run that it waits for a core."""
 LOAD_FACTOR = 1.5
@@ -93,6 +108,8 @@ STALE_LAG_MEASURED = 50
 """The same where the drift is measured and small, but weights were never pulled again."""
 USUAL_FACTOR = 3.0
 """Lag against the usual number of versions between two pulls."""
+UNPUBLISHED_FRAGMENTS = 20
+"""A stream's learner that has had this many fragments, and as long as `WARM_S`, has usually made an update."""
 HIGH_DRIFT = 0.05
 """Mean KL per state, if the rule has no threshold: it leaves about exp(-2 x 0.05) = 90 % effective samples."""
 
