@@ -9,7 +9,7 @@ import pytest
 import clusterenv as ce
 from clusterenv.backends.cluster import example_plan
 from clusterenv.backends.command import submit_command
-from clusterenv.backends.command_jobs import next_to_explain, parse_states, shorten
+from clusterenv.backends.command_jobs import find_job_id, next_to_explain, parse_states, read_ledger, shorten
 from clusterenv.backends.launch.placeholders import fill, fill_words
 from clusterenv.backends.slurm_template import header_options
 from clusterenv.cli import main
@@ -47,12 +47,20 @@ def test_several_jobs_are_words_of_their_own():
         ({"end_signal": "usr 2"}, "name of a signal"),
         ({"python": ""}, "interpreter"),
         ({"env_vars": {"A": "b\nc"}}, "control character"),
+        ({"env_vars": {"A B; touch /tmp/x": 1}}, r"Command\(env_vars=.*'A B; touch /tmp/x' is no name of a variable"),
+        ({"env_vars": {"1A": 1}}, "'1A' is no name"),
         ({"nodes": 0}, "1 or more"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(ce.SpecError, match=message):
         ce.Command(**{"nodes": 2, **COMMANDS, **options})
+
+
+def test_names_of_variables_of_slurm():
+    with pytest.raises(ce.SpecError, match=r"Slurm\(env_vars=.*'A=1;B' is no name of a variable"):
+        ce.Slurm(2, env_vars={"A=1;B": 1})
+    assert ce.Slurm(2, env_vars={"_a1": 1}).env_vars == {"_a1": 1}
 
 
 # -- what schedulers print ----------------------------------------------------------------------------------------
@@ -131,6 +139,21 @@ def test_options_of_ready_made_commands_can_be_replaced():
     ours = ce.Command.sge(2, options="-pe smp {cores}", workers_per_node=8, status="qstat -u me", grace_s=60)
     assert ours.status == ("qstat", "-u", "me") and ours.grace_s == 60
     assert "-pe smp 8" in " ".join(submit_command(ours, example_plan(ours), 0))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "job"),
+    [(r"\d+", "12"), (r"<(\d+)>", "12"), (r"\d*", None), (r"(\d+)x|submitted", None), (r"Job <.*", None)],
+)
+def test_job_ids(pattern, job):
+    assert find_job_id("Job <12> is submitted", pattern) == job
+
+
+def test_damaged_lines_of_the_file_of_ids(tmp_path):
+    path = tmp_path / "jobs.txt"
+    assert read_ledger(path) == []
+    path.write_text("0 12\n\n1\n1 \nx 3\n1 13\n0 1")
+    assert read_ledger(path) == [(0, "12"), (1, "13")]
 
 
 def test_a_line_without_a_state():

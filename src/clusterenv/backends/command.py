@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from clusterenv.backends.contract import Jobs, Plan
-from clusterenv.backends.launch.placeholders import check_placeholders, fill_words, split_words
+from clusterenv.backends.launch.placeholders import (
+    check_placeholders,
+    check_variables,
+    fill_words,
+    split_words,
+)
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError, StartError
 
@@ -102,6 +107,7 @@ class Command(Remote):
             raise SpecError(f"Command(end_signal={self.end_signal!r}): expected the name of a signal, such as 'USR2'")
         if self.python == "":
             raise SpecError("Command(python=''): expected the path or name of an interpreter on the nodes")
+        check_variables("Command", self.env_vars)
         for name, value in [*self.env_vars.items(), ("python", self.python), *(("wrap", word) for word in self.wrap)]:
             if value is not None and any(ord(letter) < 32 for letter in str(value)):
                 raise SpecError(f"Command: {name}={value!r} has a line break or another control character")

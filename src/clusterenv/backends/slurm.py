@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from clusterenv.backends.contract import Jobs, Plan
-from clusterenv.backends.launch.placeholders import split_words
+from clusterenv.backends.launch.placeholders import check_variables, split_words
 from clusterenv.backends.remote import Remote
 from clusterenv.backends.slurm_template import (
     check_template,
@@ -96,6 +96,7 @@ class Slurm(Remote):
         if self.python == "":
             raise SpecError("Slurm(python=''): expected the path or name of an interpreter on the nodes")
         object.__setattr__(self, "wrap", split_words("Slurm", "wrap", self.wrap))
+        check_variables("Slurm", self.env_vars)
         words = [("wrap", word) for word in self.wrap]
         for name, value in [*self.options().items(), *self.env_vars.items(), ("python", self.python), *words]:
             if value is not None and any(ord(letter) < 32 for letter in str(value)):
