@@ -94,6 +94,10 @@ def test_a_job_that_fails_names_its_log(scheduler, tmp_path):
             r"Command\(submit=...\): there is no fsub-that-is-missing on PATH",
         ),
         (
+            {"job_id": r"\d*"},
+            r"fsub answered 'Job <1> is submitted', in which job_id='.*' finds no job",
+        ),
+        (
             {"job_id": r"number (\d+)"},
             r"fsub answered 'Job <1> is submitted', in which job_id='number .*' finds no job",
         ),
@@ -303,6 +307,13 @@ def test_a_signal_that_only_announces_the_end():
         os.killpg(job.pid, signal.SIGUSR1)
         os.killpg(job.pid, signal.SIGUSR2)
         assert job.wait(20) == 7
+
+
+def test_an_agent_that_ends_at_once():
+    lines = _run_lines("sh -c 'exit 3'", "USR2")
+    at = next(i for i, line in enumerate(lines) if line.startswith("trap 'kill"))
+    lines.insert(at, "sleep 0.5")
+    assert subprocess.run(["bash", "-c", "\n".join(lines)], timeout=20).returncode == 3
 
 
 def test_script_on_the_command_line(capsys):

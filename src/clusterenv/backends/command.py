@@ -288,6 +288,8 @@ def _run_lines(agent: str, end_signal: str) -> list[str]:
         f"{agent} &",
         "agent=$!",
         f"trap 'kill -TERM $agent' TERM {end_signal}",
+        "wait $agent; code=$?",
+        # A signal interrupts `wait`.
         "while kill -0 $agent 2> /dev/null; do wait $agent; code=$?; done",
         "exit $code",
     ]
