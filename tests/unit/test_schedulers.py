@@ -221,11 +221,43 @@ def test_text_is_a_template_too():
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "exec {command} # the node",
+        'echo "a # b"; exec {command}',
+        "echo 'a # b' && exec {command}",
+        "test $# = 0 && exec {command}",
+        "echo ${#name} a#b; exec {command}",
+        r"echo \# it\'s; exec {command}",
+    ],
+)
+def test_lines_that_start_the_node(line):
+    ce.Slurm(2, template=f"#!/bin/bash\n{line}\n")
+
+
+@pytest.mark.parametrize(
+    ("signal", "seconds"), [("B:TERM@90", 90), ("SIGINT@45", 45), ("RB:2@10", 10), ("15", 60), ("b:term@7", 7)]
+)
+def test_signals_of_a_template(signal, seconds):
+    ours = ce.Slurm(2, template=f"#!/bin/bash\n#SBATCH --signal={signal}\nexec {{command}}\n")
+    assert ours.script(example_plan(ours)).endswith(f" --grace-s {seconds}\n")
+
+
+@pytest.mark.parametrize(
     ("template", "options", "message"),
     [
         ("no-such-file.sh", {}, "no-such-file.sh.*expected the text of a batch script, or a file"),
         ("exec {command}\n", {}, "begins with its interpreter"),
         ("#!/bin/bash\n# exec {command}\n", {}, "does not start the node: write `exec {command}`"),
+        ("#!/bin/bash\nexec ${command}\n", {}, "does not start the node.*`\\${command}` is a variable of the shell"),
+        ("#!/bin/bash\necho hi # exec {command}\n", {}, "does not start the node"),
+        ('#!/bin/bash\necho \'a\' "b\\" # c";# {command}\n', {}, "does not start the node"),
+        (
+            "#!/bin/bash\n#SBATCH --signal=B:USR1@60\nexec {command}\n",
+            {},
+            "--signal=B:USR1@60: nodes.* --signal=B:TERM@60",
+        ),
+        ("#!/bin/bash\n#SBATCH --signal USR2\nexec {command}\n", {}, "--signal=USR2: nodes leave on TERM and INT"),
         ("#!/bin/bash\nexec {comand}\n", {}, "did you mean {command}"),
         ("#!/bin/bash\n#SBATCH -J mine\nexec {command}\n", {}, "sets --job-name: leave it out, jobs are named"),
         ("#!/bin/bash\n#SBATCH -o out\nexec {command}\n", {}, "sets --output"),
