@@ -16,12 +16,13 @@ from gymnasium import spaces
 from clusterenv.bench import main
 from clusterenv.bench.command import run
 from clusterenv.bench.data import Point, Report
-from clusterenv.bench.measure import Setting, Subject, Subjects, available_bytes, has_native, head_cost, interleave
+from clusterenv.bench.measure import Setting, Subject, Subjects, has_native, head_cost, interleave
 from clusterenv.bench.policy import forward, policy_for
 from clusterenv.bench.report import as_json, as_text, print_report
 from clusterenv.bench.target import Target, find_target
 from clusterenv.errors import PolicyError, SpecError
 from clusterenv.system.cpus import usable_cores
+from clusterenv.system.memory import available_bytes
 
 
 class Sleeper(gym.Env[Any, Any]):

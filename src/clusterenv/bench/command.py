@@ -21,7 +21,6 @@ from clusterenv.bench.measure import (
     Subject,
     Subjects,
     Take,
-    available_bytes,
     has_native,
     head_cost,
     interleave,
@@ -33,6 +32,7 @@ from clusterenv.bench.report import as_json, print_report
 from clusterenv.bench.target import Target, find_target
 from clusterenv.errors import ClusterEnvError, EnvError, SpecError
 from clusterenv.system.cpus import usable_cores
+from clusterenv.system.memory import available_bytes
 
 __all__ = ["main", "run"]
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,7 +22,7 @@ from clusterenv.env import ClusterEnv
 from clusterenv.errors import SpecError
 from clusterenv.simulators.native import native
 
-__all__ = ["Setting", "Subject", "Subjects", "available_bytes", "has_native", "head_cost", "interleave"]
+__all__ = ["Setting", "Subject", "Subjects", "has_native", "head_cost", "interleave"]
 
 K = TypeVar("K")
 Take = Callable[[float], float]
@@ -222,19 +221,3 @@ def head_cost(setting: Setting, envs: int, seconds: float) -> HeadCost:
         return HeadCost(subject.head_row_s(), subject.row_bytes())
     finally:
         subject.close()
-
-
-def available_bytes() -> int:
-    """Return how much memory new processes may use, as far as the machine and the control group say."""
-    found = [int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:")]
-    limit, used = (_lines(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit and used and limit[0].isdecimal():
-        found.append(max(0, int(limit[0]) - int(used[0])))
-    return min(found, default=1 << 30)
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
