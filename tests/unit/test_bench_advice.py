@@ -183,6 +183,31 @@ def test_environments_per_worker_stay_within_memory_and_time(change: dict[str, f
     assert (possible.envs[-1], possible.envs_limit) == (largest, why)
 
 
+@pytest.mark.parametrize(
+    ("change", "available", "given", "most", "why"),
+    [
+        ({}, PLENTY, None, 64, ""),
+        ({"memory_bytes": 1 << 30}, PLENTY, None, 8, "memory"),
+        ({"memory_bytes": 1 << 30}, PLENTY, 4, 4, ""),
+        ({"memory_bytes": 20 << 20}, 0, None, 1, "memory"),
+        ({"make_s": 5.0}, PLENTY, None, 64, ""),  # made at the same time
+        ({"cpu_share": 0.05}, PLENTY, None, 512, ""),
+        ({"cpu_share": 0.05, "make_s": 0.2}, PLENTY, None, 256, "the time to make them"),
+        ({"cpu_share": 0.05, "make_s": 5.0}, PLENTY, None, 64, "the time to make them"),
+        ({"cpu_share": 0.05, "make_s": 5.0}, PLENTY, 100, 100, ""),
+    ],
+)
+def test_workers_stay_within_memory_and_time(
+    change: dict[str, float], available: int, given: int | None, most: int, why: str
+) -> None:
+    of = replace(bare(1e-3, cores=64), **change)  # type: ignore[arg-type]
+    possible = advise.space(of, given, 30.0, available)
+    assert (possible.workers[-1], possible.workers_limit) == (most, why)
+    if of.make_s * possible.workers[-1] / 64 < 1.0:
+        made_s = possible.workers[-1] * possible.envs[-1] * of.make_s / 64
+        assert made_s < 1.0, "of 30 s"
+
+
 @given(st.integers(1, 512), st.floats(1e-7, 10.0), st.integers(0, 1 << 38))
 def test_the_explored_points_are_possible_and_few(cores: int, row_s: float, available: int) -> None:
     possible = advise.space(bare(row_s, cores), None, 30.0, available)
@@ -212,7 +237,7 @@ def kinds(
     head = more.get("head")
     notes = make_notes(
         of or bare(cores=2),
-        POSSIBLE,
+        more.get("possible", POSSIBLE),  # type: ignore[arg-type]
         more.get("choices", CHOICES),  # type: ignore[arg-type]
         shares,
         2.0,
@@ -239,6 +264,8 @@ def test_notes_name_what_costs_time() -> None:
     assert kinds(load=1.9) == "noise" and kinds(replace(bare(cores=2), taken_share=0.3)) == "noise"
     fewer = (replace(CHOICES[0], point=Point(1, 64), rate=2000.0), CHOICES[1])
     assert kinds(choices=fewer) == "workers acting"
+    scarce = replace(POSSIBLE, workers_limit="memory")
+    assert kinds(possible=scarce) == "limited" and kinds(possible=scarce, choices=fewer) == "workers acting"
 
 
 def test_notes_name_what_would_be_faster() -> None:

@@ -111,6 +111,8 @@ class Space:
     envs: tuple[int, ...]
     envs_limit: str = ""
     """Why there are not more environments per worker; empty: for no reason of this environment."""
+    workers_limit: str = ""
+    """Why there are not more workers; empty: because of the cores, or of what the user asked for."""
 
     @property
     def points(self) -> tuple[Point, ...]:
