@@ -21,7 +21,9 @@ PLENTY = 64 << 30
 
 def bare(row_s: float = 10e-6, cores: int = 4, slowdown: float = 1.0, cpu_share: float = 1.0) -> Bare:
     rate = 1 / row_s
-    return Bare(cores, cores, rate, rate * cores / slowdown, (row_s,) * 8, row_s, 100.0, cpu_share, 0.0, 1e-3, 1 << 20)
+    return Bare(
+        cores, cores, rate, rate * cores / slowdown, (row_s,) * 8, row_s, 0.01, 100.0, cpu_share, 0.0, 1e-3, 1 << 20
+    )
 
 
 def model(row_s: float, cores: int = 4, *, cpu_share: float = 1.0, **rest: float) -> Model:
@@ -254,9 +256,8 @@ def test_an_unremarkable_run_needs_no_notes() -> None:
 
 
 def test_notes_name_what_costs_time() -> None:
-    short = replace(bare(cores=2), reset_s=1e-3, episode_steps=20.0)
-    assert kinds(short) == "resets" and short.reset_share == 1.0
-    assert kinds(replace(short, episode_steps=None)) == ""
+    assert kinds(replace(bare(cores=2), reset_s=1e-3, reset_share=0.2, episode_steps=20.0)) == "resets"
+    assert kinds(replace(bare(cores=2), reset_s=0.0, reset_share=0.0, episode_steps=None)) == ""
     assert kinds(shares=Shares(0.5, 0.4, 0.05, 0.05)) == "policy"
     assert kinds(shares=Shares(0.5, 0.1, 0.2, 0.2)) == "waiting overhead"
     assert kinds(bare(cores=2, slowdown=1.5)) == "contention"
