@@ -181,6 +181,27 @@ def test_subjects_are_measured_in_turns_and_all_of_them_closed() -> None:
     assert kept.envs.closed
 
 
+def test_partial_batches_are_acted_for_as_whole_ones_are() -> None:
+    """Otherwise the comparison of the two ways would count the policy in one of them only."""
+    with Subjects(Setting(find_target("CartPole-v1"), 8, 0.02)) as subjects:
+        subject = subjects[Point(2, 2)]
+        received: list[int] = []
+        sent: list[int] = []
+        act, send = subject._act, subject.envs.send
+
+        def acts(obs: Any) -> Any:
+            received.append(len(obs))
+            return act(obs)
+
+        def sends(actions: Any, slots: Any = None) -> None:
+            sent.append(len(actions))
+            send(actions, slots)
+
+        subject._act, subject.envs.send = acts, sends  # type: ignore[assignment, method-assign]
+        assert subject.send_recv(0.1) > 0
+    assert received == sent and received[0] == 4 and len(received) > 2 and min(received) >= 2
+
+
 def test_a_subject_whose_policy_cannot_act_leaves_nothing_behind() -> None:
     class Odd(Sleeper):
         action_space = spaces.Tuple([spaces.Discrete(2)])  # type: ignore[assignment]

@@ -81,23 +81,22 @@ def _leaves(obs: Any) -> Iterator[Any]:
 
 
 class HeadActor:
-    """The same policy at the head: samples actions for all environments at once."""
+    """The same policy at the head: samples actions for all rows of a batch at once."""
 
-    def __init__(self, policy: Policy, observation_space: Space[Any], action_space: Space[Any], num_envs: int) -> None:
+    def __init__(self, policy: Policy, observation_space: Space[Any], action_space: Space[Any]) -> None:
         prepared: Prepared = policy.prepare(observation_space, action_space)
         self._actor, self._family = prepared.recipe.build(), prepared.family
         self._actor.load(policy.weights())
-        self._shape = (num_envs, self._family.noise_size)
         self._rng = np.random.default_rng(0)
 
     def __call__(self, obs: Any) -> Any:
         """Return one action for each row, in the environments' form."""
         params, _ = self._actor.forward(obs, None, None)
-        kind = self._family.noise
+        kind, shape = self._family.noise, (len(params), self._family.noise_size)
         if kind == "normal":
-            noise = self._rng.standard_normal(self._shape, dtype=np.float32)
+            noise = self._rng.standard_normal(shape, dtype=np.float32)
         elif kind == "uniform":
-            noise = self._rng.random(self._shape, dtype=np.float32)
+            noise = self._rng.random(shape, dtype=np.float32)
         else:
-            noise = self._rng.gumbel(size=self._shape).astype(np.float32)
+            noise = self._rng.gumbel(size=shape).astype(np.float32)
         return self._family.choose(params, noise, {})[1]
