@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from clusterenv.bench import main
+from clusterenv.bench import advise, command, main
 from clusterenv.bench.command import run
 from clusterenv.bench.data import Point, Report
 from clusterenv.bench.measure import Setting, Subject, Subjects, has_native, head_cost, interleave
@@ -55,6 +56,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "class Failing(gym.Wrapper):\n"
         "    def step(self, action):\n        raise RuntimeError('the simulator exploded')\n"
         "def make_failing():\n    return Failing(gym.make('CartPole-v1'))\n"
+        "class Talking(gym.ObservationWrapper):\n"
+        "    observation_space = gym.spaces.Dict(says=gym.spaces.Text(5))\n"
+        "    def observation(self, obs):\n        return {'says': 'hello'}\n"
+        "def make_talking():\n    return Talking(gym.make('CartPole-v1'))\n"
         "gym.register('bench_target/Pole-v0', 'bench_target:make_env')\n"
     )
     (tmp_path / "bench_broken.py").write_text("import not_there\n")
@@ -88,6 +93,23 @@ def test_a_function_of_the_users_is_measured_and_a_line_of_code_recommended(
         "from bench_target import make_env",
         f"envs = ce.ClusterEnv(make_env, num_envs={number}, backend={backend})",
     ]
+
+
+@pytest.mark.parametrize("recommended", [Point(1, 2), Point(2, 2)])
+def test_send_and_recv_are_measured_if_steps_are_uneven_at_the_recommended_point(
+    recommended: Point, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = (Point(1, 2), Point(2, 2))
+    choose = advise.choose
+
+    def chosen(mode: Any, measured: Any, all_rate: float) -> Any:
+        return replace(choose(mode, measured, all_rate), point=recommended)
+
+    monkeypatch.setattr(advise, "candidates", lambda *args, **options: points)
+    monkeypatch.setattr(advise, "choose", chosen)
+    monkeypatch.setattr(command, "lockstep_loss", lambda step_s, point: 2.0 if point.workers > 1 else 1.0)
+    report = run(_target(Sleeper), 2.0, 2, lambda text: None)
+    assert [compared.name for compared in report.compared] == ["send/recv"] * (recommended.workers - 1)
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +173,28 @@ def test_an_environment_that_fails_is_no_wrong_target(package: str, capsys: pyte
     assert main(f"{package}:make_failing", seconds=2) == 1
     assert "the simulator exploded" in capsys.readouterr().err
     assert main("CartPole-v1", seconds=0) == 2 and main("CartPole-v1", workers=0) == 2
+
+
+def test_an_environment_with_other_observations(package: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"{package}:make_talking", seconds=2) == 1
+    printed = capsys.readouterr().err
+    assert "the observation space is Dict('says': Text(" in printed and "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Text(5),
+        spaces.Sequence(spaces.Discrete(3)),
+        spaces.Box(-1.0, 1.0, (0,)),
+        spaces.Tuple([spaces.Discrete(2), spaces.Box(-1.0, 1.0, (3, 0))]),
+        spaces.Dict({}),
+    ],
+    ids=lambda space: type(space).__name__,
+)
+def test_observations_that_rollouts_cannot_hold(space: spaces.Space[Any]) -> None:
+    with pytest.raises(PolicyError, match="rollouts need observations of a fixed size above 0"):
+        policy_for(space, spaces.Discrete(2))
 
 
 def test_targets_may_be_ids_that_a_module_registers(package: str) -> None:
