@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,16 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from clusterenv.bench import main
+from clusterenv.bench import advise, command, main
 from clusterenv.bench.command import run
 from clusterenv.bench.data import Point, Report
-from clusterenv.bench.measure import Setting, Subject, Subjects, available_bytes, has_native, head_cost, interleave
+from clusterenv.bench.measure import Setting, Subject, Subjects, has_native, head_cost, interleave
 from clusterenv.bench.policy import forward, policy_for
 from clusterenv.bench.report import as_json, as_text, print_report
 from clusterenv.bench.target import Target, find_target
 from clusterenv.errors import PolicyError, SpecError
 from clusterenv.system.cpus import usable_cores
+from clusterenv.system.memory import available_bytes
 
 
 class Sleeper(gym.Env[Any, Any]):
@@ -54,6 +56,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "class Failing(gym.Wrapper):\n"
         "    def step(self, action):\n        raise RuntimeError('the simulator exploded')\n"
         "def make_failing():\n    return Failing(gym.make('CartPole-v1'))\n"
+        "class Talking(gym.ObservationWrapper):\n"
+        "    observation_space = gym.spaces.Dict(says=gym.spaces.Text(5))\n"
+        "    def observation(self, obs):\n        return {'says': 'hello'}\n"
+        "def make_talking():\n    return Talking(gym.make('CartPole-v1'))\n"
         "gym.register('bench_target/Pole-v0', 'bench_target:make_env')\n"
     )
     (tmp_path / "bench_broken.py").write_text("import not_there\n")
@@ -87,6 +93,23 @@ def test_a_function_of_the_users_is_measured_and_a_line_of_code_recommended(
         "from bench_target import make_env",
         f"envs = ce.ClusterEnv(make_env, num_envs={number}, backend={backend})",
     ]
+
+
+@pytest.mark.parametrize("recommended", [Point(1, 2), Point(2, 2)])
+def test_send_and_recv_are_measured_if_steps_are_uneven_at_the_recommended_point(
+    recommended: Point, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = (Point(1, 2), Point(2, 2))
+    choose = advise.choose
+
+    def chosen(mode: Any, measured: Any, all_rate: float) -> Any:
+        return replace(choose(mode, measured, all_rate), point=recommended)
+
+    monkeypatch.setattr(advise, "candidates", lambda *args, **options: points)
+    monkeypatch.setattr(advise, "choose", chosen)
+    monkeypatch.setattr(command, "lockstep_loss", lambda step_s, point: 2.0 if point.workers > 1 else 1.0)
+    report = run(_target(Sleeper), 2.0, 2, lambda text: None)
+    assert [compared.name for compared in report.compared] == ["send/recv"] * (recommended.workers - 1)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +175,28 @@ def test_an_environment_that_fails_is_no_wrong_target(package: str, capsys: pyte
     assert main("CartPole-v1", seconds=0) == 2 and main("CartPole-v1", workers=0) == 2
 
 
+def test_an_environment_with_other_observations(package: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"{package}:make_talking", seconds=2) == 1
+    printed = capsys.readouterr().err
+    assert "the observation space is Dict('says': Text(" in printed and "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Text(5),
+        spaces.Sequence(spaces.Discrete(3)),
+        spaces.Box(-1.0, 1.0, (0,)),
+        spaces.Tuple([spaces.Discrete(2), spaces.Box(-1.0, 1.0, (3, 0))]),
+        spaces.Dict({}),
+    ],
+    ids=lambda space: type(space).__name__,
+)
+def test_observations_that_rollouts_cannot_hold(space: spaces.Space[Any]) -> None:
+    with pytest.raises(PolicyError, match="rollouts need observations of a fixed size above 0"):
+        policy_for(space, spaces.Discrete(2))
+
+
 def test_targets_may_be_ids_that_a_module_registers(package: str) -> None:
     by_id, by_function = find_target(f"{package}:bench_target/Pole-v0"), find_target(f"{package}:make_env")
     assert by_id.is_id and by_id.code("num_envs=2") == (
@@ -178,6 +223,27 @@ def test_subjects_are_measured_in_turns_and_all_of_them_closed() -> None:
         assert dropped.envs.closed and not kept.envs.closed
         assert kept.send_recv(0.02) > 0 and kept.step(0.02) > 0 and kept.rollout(0.02) > 0
     assert kept.envs.closed
+
+
+def test_partial_batches_are_acted_for_as_whole_ones_are() -> None:
+    """Otherwise the comparison of the two ways would count the policy in one of them only."""
+    with Subjects(Setting(find_target("CartPole-v1"), 8, 0.02)) as subjects:
+        subject = subjects[Point(2, 2)]
+        received: list[int] = []
+        sent: list[int] = []
+        act, send = subject._act, subject.envs.send
+
+        def acts(obs: Any) -> Any:
+            received.append(len(obs))
+            return act(obs)
+
+        def sends(actions: Any, slots: Any = None) -> None:
+            sent.append(len(actions))
+            send(actions, slots)
+
+        subject._act, subject.envs.send = acts, sends  # type: ignore[assignment, method-assign]
+        assert subject.send_recv(0.1) > 0
+    assert received == sent and received[0] == 4 and len(received) > 2 and min(received) >= 2
 
 
 def test_a_subject_whose_policy_cannot_act_leaves_nothing_behind() -> None:

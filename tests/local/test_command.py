@@ -94,6 +94,10 @@ def test_a_job_that_fails_names_its_log(scheduler, tmp_path):
             r"Command\(submit=...\): there is no fsub-that-is-missing on PATH",
         ),
         (
+            {"job_id": r"\d*"},
+            r"fsub answered 'Job <1> is submitted', in which job_id='.*' finds no job",
+        ),
+        (
             {"job_id": r"number (\d+)"},
             r"fsub answered 'Job <1> is submitted', in which job_id='number .*' finds no job",
         ),
@@ -149,6 +153,47 @@ def test_a_submission_without_an_answer(scheduler, plan, tmp_path, monkeypatch):
         jobs.start(0)
     with pytest.raises(ce.StartError, match="may still be submitted"):
         jobs.stop(time.monotonic() + 5)
+
+
+def replace_program(scheduler, name, body):
+    (scheduler / "bin" / name).write_text(f"#!/bin/bash\ncd {scheduler}\n{body}\n")
+
+
+def test_output_in_another_encoding(scheduler, plan, tmp_path):
+    """It must not look like a failure: the job would be submitted twice, and never cancelled."""
+    replace_program(scheduler, "fsub", r"printf 'Job 12, caf\351\n'")
+    replace_program(scheduler, "fstat", r"echo x >> asked; printf '12 RUN caf\351\n'")
+    replace_program(scheduler, "fdel", 'echo "$@" >> cancelled')
+    jobs = CommandJobs(command(tmp_path, poll_s=60.0), plan)
+    jobs.start(0)
+    for _ in range(3):
+        assert jobs.look() == {} and jobs.state(0) == "RUN caf\N{REPLACEMENT CHARACTER}"
+    assert (scheduler / "asked").read_text() == "x\n"
+    jobs.stop(time.monotonic() + 5)
+    assert (scheduler / "cancelled").read_text() == "12\n"
+
+
+@pytest.mark.parametrize("is_closing", [False, True])
+def test_a_child_that_keeps_the_output_open(scheduler, plan, tmp_path, monkeypatch, is_closing):
+    """`ssh` with ControlPersist leaves such a child: the program has answered when it has ended."""
+    monkeypatch.setattr("clusterenv.backends.command_jobs._COMMAND_S", 5.0)
+    body = "setsid sleep 60 & echo $! > child; echo 'Job 12 submitted'; head -c 100000 /dev/zero >&2"
+    replace_program(scheduler, "fsub", body)
+    if is_closing:
+        plan.closing.set()
+    jobs = CommandJobs(command(tmp_path), plan)
+    start = time.monotonic()
+    jobs.start(0)
+    seconds = time.monotonic() - start
+    os.kill(int((scheduler / "child").read_text()), signal.SIGKILL)  # it was left alone
+    assert seconds < 4.0 and (plan.folder / "jobs.txt").read_text() == "0 12\n"
+
+
+def test_a_child_of_a_program_that_failed(scheduler, plan, tmp_path):
+    replace_program(scheduler, "fsub", "setsid sleep 60 & echo $! > child; echo 'no such queue' >&2; exit 1")
+    with pytest.raises(ce.StartError, match="fsub says: no such queue"):
+        CommandJobs(command(tmp_path), plan).start(0)
+    os.kill(int((scheduler / "child").read_text()), signal.SIGKILL)
 
 
 def test_a_scheduler_that_does_not_answer_ends_no_job(scheduler, plan, tmp_path):
@@ -262,6 +307,13 @@ def test_a_signal_that_only_announces_the_end():
         os.killpg(job.pid, signal.SIGUSR1)
         os.killpg(job.pid, signal.SIGUSR2)
         assert job.wait(20) == 7
+
+
+def test_an_agent_that_ends_at_once():
+    lines = _run_lines("sh -c 'exit 3'", "USR2")
+    at = next(i for i, line in enumerate(lines) if line.startswith("trap 'kill"))
+    lines.insert(at, "sleep 0.5")
+    assert subprocess.run(["bash", "-c", "\n".join(lines)], timeout=20).returncode == 3
 
 
 def test_script_on_the_command_line(capsys):

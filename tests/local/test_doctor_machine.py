@@ -30,6 +30,7 @@ from clusterenv.monitor.doctor import (
 from clusterenv.monitor.doctor import checks as judge
 from clusterenv.monitor.doctor.probe import Probe, is_here, parse_stat, state_of
 from clusterenv.monitor.sample import NodeSample, Point, RunInfo, Sample, WorkerSample
+from clusterenv.system.memory import GroupMemory
 
 GB = 1 << 30
 
@@ -108,11 +109,14 @@ def test_what_is_needed_is_what_the_package_declares():
         (judge.packages({"gymnasium": "2.0.0"})[0], Status.PROBLEM),
         (judge.packages({"gymnasium": "1.2.0rc1"})[0], Status.OK),
         (judge.packages({})[1], Status.PROBLEM),
-        (judge.cores(8, 0.5, 0.0), Status.WARNING),
-        (judge.cores(8, None, 30.0), Status.WARNING),
-        (judge.cores(8, 4.0, 3.0), Status.OK),
-        (judge.memory(64 * GB, 60 * GB, 2 * GB, int(1.5 * GB)), Status.WARNING),
-        (judge.memory(64 * GB, 60 * GB, 1 << 62, 0), Status.OK),
+        (judge.cores(8, 0.5, 0.0, 8), Status.WARNING),
+        (judge.cores(8, None, 30.0, 8), Status.WARNING),
+        (judge.cores(8, None, 100.0, 128), Status.OK),
+        (judge.cores(8, 4.0, 3.0, 8), Status.OK),
+        (judge.memory(64 * GB, 60 * GB, None), Status.OK),
+        (judge.memory(64 * GB, 60 * GB, GroupMemory(2 * GB, int(1.5 * GB))), Status.WARNING),
+        (judge.memory(64 * GB, GB // 2, GroupMemory(8 * GB, 0)), Status.WARNING),
+        (judge.memory(64 * GB, 60 * GB, GroupMemory(1 << 62, 0)), Status.OK),
         (judge.open_files(256, 256), Status.WARNING),
         (judge.open_files(256, 4096), Status.OK),
         (judge.open_files(-1, -1), Status.OK),

@@ -21,7 +21,9 @@ PLENTY = 64 << 30
 
 def bare(row_s: float = 10e-6, cores: int = 4, slowdown: float = 1.0, cpu_share: float = 1.0) -> Bare:
     rate = 1 / row_s
-    return Bare(cores, cores, rate, rate * cores / slowdown, (row_s,) * 8, row_s, 100.0, cpu_share, 0.0, 1e-3, 1 << 20)
+    return Bare(
+        cores, cores, rate, rate * cores / slowdown, (row_s,) * 8, row_s, 0.01, 100.0, cpu_share, 0.0, 1e-3, 1 << 20
+    )
 
 
 def model(row_s: float, cores: int = 4, *, cpu_share: float = 1.0, **rest: float) -> Model:
@@ -183,6 +185,31 @@ def test_environments_per_worker_stay_within_memory_and_time(change: dict[str, f
     assert (possible.envs[-1], possible.envs_limit) == (largest, why)
 
 
+@pytest.mark.parametrize(
+    ("change", "available", "given", "most", "why"),
+    [
+        ({}, PLENTY, None, 64, ""),
+        ({"memory_bytes": 1 << 30}, PLENTY, None, 8, "memory"),
+        ({"memory_bytes": 1 << 30}, PLENTY, 4, 4, ""),
+        ({"memory_bytes": 20 << 20}, 0, None, 1, "memory"),
+        ({"make_s": 5.0}, PLENTY, None, 64, ""),  # made at the same time
+        ({"cpu_share": 0.05}, PLENTY, None, 512, ""),
+        ({"cpu_share": 0.05, "make_s": 0.2}, PLENTY, None, 256, "the time to make them"),
+        ({"cpu_share": 0.05, "make_s": 5.0}, PLENTY, None, 64, "the time to make them"),
+        ({"cpu_share": 0.05, "make_s": 5.0}, PLENTY, 100, 100, ""),
+    ],
+)
+def test_workers_stay_within_memory_and_time(
+    change: dict[str, float], available: int, given: int | None, most: int, why: str
+) -> None:
+    of = replace(bare(1e-3, cores=64), **change)  # type: ignore[arg-type]
+    possible = advise.space(of, given, 30.0, available)
+    assert (possible.workers[-1], possible.workers_limit) == (most, why)
+    if of.make_s * possible.workers[-1] / 64 < 1.0:
+        made_s = possible.workers[-1] * possible.envs[-1] * of.make_s / 64
+        assert made_s < 1.0, "of 30 s"
+
+
 @given(st.integers(1, 512), st.floats(1e-7, 10.0), st.integers(0, 1 << 38))
 def test_the_explored_points_are_possible_and_few(cores: int, row_s: float, available: int) -> None:
     possible = advise.space(bare(row_s, cores), None, 30.0, available)
@@ -212,7 +239,7 @@ def kinds(
     head = more.get("head")
     notes = make_notes(
         of or bare(cores=2),
-        POSSIBLE,
+        more.get("possible", POSSIBLE),  # type: ignore[arg-type]
         more.get("choices", CHOICES),  # type: ignore[arg-type]
         shares,
         2.0,
@@ -229,9 +256,8 @@ def test_an_unremarkable_run_needs_no_notes() -> None:
 
 
 def test_notes_name_what_costs_time() -> None:
-    short = replace(bare(cores=2), reset_s=1e-3, episode_steps=20.0)
-    assert kinds(short) == "resets" and short.reset_share == 1.0
-    assert kinds(replace(short, episode_steps=None)) == ""
+    assert kinds(replace(bare(cores=2), reset_s=1e-3, reset_share=0.2, episode_steps=20.0)) == "resets"
+    assert kinds(replace(bare(cores=2), reset_s=0.0, reset_share=0.0, episode_steps=None)) == ""
     assert kinds(shares=Shares(0.5, 0.4, 0.05, 0.05)) == "policy"
     assert kinds(shares=Shares(0.5, 0.1, 0.2, 0.2)) == "waiting overhead"
     assert kinds(bare(cores=2, slowdown=1.5)) == "contention"
@@ -239,6 +265,8 @@ def test_notes_name_what_costs_time() -> None:
     assert kinds(load=1.9) == "noise" and kinds(replace(bare(cores=2), taken_share=0.3)) == "noise"
     fewer = (replace(CHOICES[0], point=Point(1, 64), rate=2000.0), CHOICES[1])
     assert kinds(choices=fewer) == "workers acting"
+    scarce = replace(POSSIBLE, workers_limit="memory")
+    assert kinds(possible=scarce) == "limited" and kinds(possible=scarce, choices=fewer) == "workers acting"
 
 
 def test_notes_name_what_would_be_faster() -> None:

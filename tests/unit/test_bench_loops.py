@@ -33,4 +33,11 @@ def test_an_environment_that_sleeps_is_not_taken_for_one_that_waits_for_a_core()
 def test_resets_have_their_share_of_the_time() -> None:
     bare = summarize(1, 1, Made(0.1, 5, False), [loop(100, lengths=(20, 20, 20, 20))], [(loop(100),)])
     assert bare.reset_s == pytest.approx(0.01) and bare.episode_steps == 20.0
-    assert bare.reset_share == pytest.approx(0.05)
+    assert bare.reset_share == pytest.approx(0.04)
+
+
+def test_the_share_of_resets_has_one_clock() -> None:
+    """Others had the core for half of the time, of steps and of resets."""
+    alone = Loop(100, 2.0, 1.0, 1.0, np.full(5, 0.01), 4, 1.0, [25] * 4)
+    bare = summarize(1, 1, Made(0.1, 5, False), [alone], [(alone,)])
+    assert bare.reset_share == pytest.approx(0.5)

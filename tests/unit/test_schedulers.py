@@ -9,7 +9,7 @@ import pytest
 import clusterenv as ce
 from clusterenv.backends.cluster import example_plan
 from clusterenv.backends.command import submit_command
-from clusterenv.backends.command_jobs import next_to_explain, parse_states, shorten
+from clusterenv.backends.command_jobs import find_job_id, next_to_explain, parse_states, read_ledger, shorten
 from clusterenv.backends.launch.placeholders import fill, fill_words
 from clusterenv.backends.slurm_template import header_options
 from clusterenv.cli import main
@@ -47,12 +47,20 @@ def test_several_jobs_are_words_of_their_own():
         ({"end_signal": "usr 2"}, "name of a signal"),
         ({"python": ""}, "interpreter"),
         ({"env_vars": {"A": "b\nc"}}, "control character"),
+        ({"env_vars": {"A B; touch /tmp/x": 1}}, r"Command\(env_vars=.*'A B; touch /tmp/x' is no name of a variable"),
+        ({"env_vars": {"1A": 1}}, "'1A' is no name"),
         ({"nodes": 0}, "1 or more"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(ce.SpecError, match=message):
         ce.Command(**{"nodes": 2, **COMMANDS, **options})
+
+
+def test_names_of_variables_of_slurm():
+    with pytest.raises(ce.SpecError, match=r"Slurm\(env_vars=.*'A=1;B' is no name of a variable"):
+        ce.Slurm(2, env_vars={"A=1;B": 1})
+    assert ce.Slurm(2, env_vars={"_a1": 1}).env_vars == {"_a1": 1}
 
 
 # -- what schedulers print ----------------------------------------------------------------------------------------
@@ -133,6 +141,21 @@ def test_options_of_ready_made_commands_can_be_replaced():
     assert "-pe smp 8" in " ".join(submit_command(ours, example_plan(ours), 0))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "job"),
+    [(r"\d+", "12"), (r"<(\d+)>", "12"), (r"\d*", None), (r"(\d+)x|submitted", None), (r"Job <.*", None)],
+)
+def test_job_ids(pattern, job):
+    assert find_job_id("Job <12> is submitted", pattern) == job
+
+
+def test_damaged_lines_of_the_file_of_ids(tmp_path):
+    path = tmp_path / "jobs.txt"
+    assert read_ledger(path) == []
+    path.write_text("0 12\n\n1\n1 \nx 3\n1 13\n0 1")
+    assert read_ledger(path) == [(0, "12"), (1, "13")]
+
+
 def test_a_line_without_a_state():
     assert parse_states("1\n2\n", r"(?P<job>\d+)", {"2"}) == {"2": ""}
 
@@ -198,11 +221,43 @@ def test_text_is_a_template_too():
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "exec {command} # the node",
+        'echo "a # b"; exec {command}',
+        "echo 'a # b' && exec {command}",
+        "test $# = 0 && exec {command}",
+        "echo ${#name} a#b; exec {command}",
+        r"echo \# it\'s; exec {command}",
+    ],
+)
+def test_lines_that_start_the_node(line):
+    ce.Slurm(2, template=f"#!/bin/bash\n{line}\n")
+
+
+@pytest.mark.parametrize(
+    ("signal", "seconds"), [("B:TERM@90", 90), ("SIGINT@45", 45), ("RB:2@10", 10), ("15", 60), ("b:term@7", 7)]
+)
+def test_signals_of_a_template(signal, seconds):
+    ours = ce.Slurm(2, template=f"#!/bin/bash\n#SBATCH --signal={signal}\nexec {{command}}\n")
+    assert ours.script(example_plan(ours)).endswith(f" --grace-s {seconds}\n")
+
+
+@pytest.mark.parametrize(
     ("template", "options", "message"),
     [
         ("no-such-file.sh", {}, "no-such-file.sh.*expected the text of a batch script, or a file"),
         ("exec {command}\n", {}, "begins with its interpreter"),
         ("#!/bin/bash\n# exec {command}\n", {}, "does not start the node: write `exec {command}`"),
+        ("#!/bin/bash\nexec ${command}\n", {}, "does not start the node.*`\\${command}` is a variable of the shell"),
+        ("#!/bin/bash\necho hi # exec {command}\n", {}, "does not start the node"),
+        ('#!/bin/bash\necho \'a\' "b\\" # c";# {command}\n', {}, "does not start the node"),
+        (
+            "#!/bin/bash\n#SBATCH --signal=B:USR1@60\nexec {command}\n",
+            {},
+            "--signal=B:USR1@60: nodes.* --signal=B:TERM@60",
+        ),
+        ("#!/bin/bash\n#SBATCH --signal USR2\nexec {command}\n", {}, "--signal=USR2: nodes leave on TERM and INT"),
         ("#!/bin/bash\nexec {comand}\n", {}, "did you mean {command}"),
         ("#!/bin/bash\n#SBATCH -J mine\nexec {command}\n", {}, "sets --job-name: leave it out, jobs are named"),
         ("#!/bin/bash\n#SBATCH -o out\nexec {command}\n", {}, "sets --output"),

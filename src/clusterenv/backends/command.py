@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from clusterenv.backends.contract import Jobs, Plan
-from clusterenv.backends.launch.placeholders import check_placeholders, fill_words, split_words
+from clusterenv.backends.launch.placeholders import (
+    check_placeholders,
+    check_variables,
+    fill_words,
+    split_words,
+)
 from clusterenv.backends.remote import Remote
 from clusterenv.errors import SpecError, StartError
 
@@ -102,6 +107,7 @@ class Command(Remote):
             raise SpecError(f"Command(end_signal={self.end_signal!r}): expected the name of a signal, such as 'USR2'")
         if self.python == "":
             raise SpecError("Command(python=''): expected the path or name of an interpreter on the nodes")
+        check_variables("Command", self.env_vars)
         for name, value in [*self.env_vars.items(), ("python", self.python), *(("wrap", word) for word in self.wrap)]:
             if value is not None and any(ord(letter) < 32 for letter in str(value)):
                 raise SpecError(f"Command: {name}={value!r} has a line break or another control character")
@@ -282,6 +288,8 @@ def _run_lines(agent: str, end_signal: str) -> list[str]:
         f"{agent} &",
         "agent=$!",
         f"trap 'kill -TERM $agent' TERM {end_signal}",
+        "wait $agent; code=$?",
+        # A signal interrupts `wait`.
         "while kill -0 $agent 2> /dev/null; do wait $agent; code=$?; done",
         "exit $code",
     ]

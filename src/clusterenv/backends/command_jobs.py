@@ -176,13 +176,12 @@ class CommandJobs:
         except NoAnswer:
             self._is_complete = False
             raise
-        match = re.search(self._command.job_id, text)
-        if match is None:
+        job = find_job_id(text, self._command.job_id)
+        if job is None:
             self._is_complete = False
             raise StartError(
                 f"{command[0]} answered {shorten(text)!r}, in which job_id={self._command.job_id!r} finds no job id"
             )
-        job = match[1] if match.re.groups else match[0]
         self._submitted[job] = time.monotonic()
         self._job[node] = job
         with self._ledger.open("a") as file:
@@ -231,6 +230,13 @@ class CommandJobs:
 # -- what the commands say, and the file of ids -------------------------------------------------------------------
 
 
+def find_job_id(text: str, pattern: str) -> str | None:
+    """Return the id in what `submit` prints: a word, as the file of ids needs it; None if there is none."""
+    match = re.search(pattern, text)
+    job = "" if match is None else (match[1] if match.re.groups else match[0]) or ""
+    return job if re.fullmatch(r"\S+", job) else None
+
+
 def parse_states(text: str, status_line: str, jobs: Collection[str]) -> dict[str, str]:
     """Return the states of these jobs, from the text that `status` prints."""
     found: dict[str, str] = {}
@@ -269,12 +275,13 @@ def ledger_file(plan: Plan) -> Path:
 
 
 def read_ledger(path: Path) -> list[tuple[int, str]]:
-    """Return node and id of every job that was submitted, in order."""
+    """Return node and id of every job that was submitted, in order; lines that a full disk has cut are skipped."""
     try:
-        lines = path.read_text().splitlines()
+        text = path.read_text()
     except FileNotFoundError:
         return []
-    return [(int(node), job) for node, _, job in (line.partition(" ") for line in lines)]
+    # Without its end, "1 34" may be the job of somebody else, "1 3".
+    return [(int(node), job) for node, job in re.findall(r"^(\d+) (\S+)\n", text, re.MULTILINE)]
 
 
 def cancel_noted(note: Mapping[str, Any], deadline: float) -> str:

@@ -6,7 +6,6 @@ Pure functions here (`job_script`, `srun_command`) make what `slurm_jobs.py` sub
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
@@ -15,9 +14,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from clusterenv.backends.contract import Jobs, Plan
-from clusterenv.backends.launch.placeholders import split_words
+from clusterenv.backends.launch.placeholders import check_variables, split_words
 from clusterenv.backends.remote import Remote
 from clusterenv.backends.slurm_template import (
+    END_SIGNAL,
     check_template,
     fill_template,
     header_options,
@@ -96,6 +96,7 @@ class Slurm(Remote):
         if self.python == "":
             raise SpecError("Slurm(python=''): expected the path or name of an interpreter on the nodes")
         object.__setattr__(self, "wrap", split_words("Slurm", "wrap", self.wrap))
+        check_variables("Slurm", self.env_vars)
         words = [("wrap", word) for word in self.wrap]
         for name, value in [*self.options().items(), *self.env_vars.items(), ("python", self.python), *words]:
             if value is not None and any(ord(letter) < 32 for letter in str(value)):
@@ -177,11 +178,11 @@ def job_script(slurm: Slurm, name: str, command: Sequence[str], log: Path, folde
 
 
 def grace_options(slurm: Slurm) -> list[str]:
-    """Return the options that tell an agent how long it has after SIGTERM; a user's own `--signal` takes precedence."""
+    """Return the options that tell an agent how long it has after the signal; a user's own `--signal` comes first."""
     header = header_options(slurm.template) if isinstance(slurm.template, str) else {}
     own = str(slurm.extra.get("signal") or header.get("signal") or "")
-    given = re.fullmatch(r"(?:\w+:)?(?:SIG)?(?:TERM|15)(?:@(\d+))?", own, re.IGNORECASE)
-    seconds = slurm.grace_s if given is None else int(given[1] or _SIGNAL_S)
+    given = END_SIGNAL.fullmatch(own)
+    seconds = slurm.grace_s if given is None else int(given["seconds"] or _SIGNAL_S)
     return ["--grace-s", str(seconds)]
 
 

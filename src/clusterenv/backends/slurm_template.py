@@ -6,6 +6,7 @@ Pure but for `read_template`. `slurm.py` calls it.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -39,6 +40,11 @@ _OURS = {
 }
 """Options of `sbatch` that a template may not set, and why."""
 
+END_SIGNAL = re.compile(r"(?:\w+:)?(?:SIG)?(?:TERM|15|INT|2)(?:@(?P<seconds>\d+))?", re.IGNORECASE)
+"""Values of `--signal` on which a node leaves: "B:TERM@60"."""
+# A comment begins with a # at the beginning of a word that is not quoted.
+_COMMENT = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|(?P<comment>(?<![^\s;&|()])#.*)""")
+
 
 def read_template(template: str | os.PathLike[str]) -> str:
     """Return the text of a template: the value itself if it has several lines, else the content of that file."""
@@ -58,11 +64,11 @@ def check_template(text: str, chosen: Collection[str]) -> None:
     check_placeholders("Slurm", "template", text, PLACEHOLDERS)
     if not text.startswith("#!"):
         raise SpecError("Slurm(template=...): a batch script begins with its interpreter, such as #!/bin/bash")
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    if not any("{command}" in line for line in lines):
+    lines = [_COMMENT.sub(lambda match: "" if match["comment"] else match[0], line) for line in text.splitlines()]
+    if not any("command" in check_placeholders("Slurm", "template", line, PLACEHOLDERS) for line in lines):
         raise SpecError(
             "Slurm(template=...) does not start the node: write `exec {command}` where its command belongs "
-            "(`exec`, so that SLURM's signals reach the node)"
+            "(`exec`, so that SLURM's signals reach the node; `${command}` is a variable of the shell)"
         )
     given = header_options(text)
     for option, why in _OURS.items():
@@ -73,6 +79,11 @@ def check_template(text: str, chosen: Collection[str]) -> None:
             raise SpecError(
                 f"Slurm(template=...) sets --{option}={given[option]}: each node is a job of its own, with 1"
             )
+    if "signal" in given and not END_SIGNAL.fullmatch(given["signal"] or ""):
+        raise SpecError(
+            f"Slurm(template=...) sets --signal={given['signal']}: nodes leave on TERM and INT, and other signals kill "
+            "them. Write --signal=B:TERM@60, where 60 is the time in seconds before the job's end"
+        )
     for option in chosen:
         if option in given:
             raise SpecError(f"Slurm: --{option} is in the template and among the options: give it once")

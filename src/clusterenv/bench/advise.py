@@ -23,9 +23,10 @@ _STEPS_PER_WINDOW = 5
 _WINDOW_SHARE, _SHORTEST_S, _LONGEST_S = 1 / 120, 0.05, 0.5
 _MOST_STEPS = 128
 _START_SHARE = 0.03
-"""Of the run's time, for making the environments of one worker."""
+"""Of the run's time, for making the environments that share a core at one point."""
 _OPEN_AT_ONCE = 4
 """So many times the environments of the largest point are open at the same time, about."""
+_MAKING = "the time to make them"
 _IDLE = 0.7
 """An environment that uses less than this share of a core may gain from more workers than cores."""
 _MOST_WORKERS_PER_CORE = 8
@@ -42,22 +43,39 @@ def window(seconds: float) -> float:
 
 def space(bare: Bare, max_workers: int | None, seconds: float, available_bytes: int) -> Space:
     """Return the points that may be measured: bounded by cores, memory and the time that making them takes."""
-    most = max_workers
-    if most is None:
-        most = bare.cores
-        if bare.cpu_share < _IDLE:
-            most = min(math.ceil(bare.cores / max(bare.cpu_share, 1e-3)), _MOST_WORKERS_PER_CORE * bare.cores)
-    affordable = available_bytes / 2 / max(1, bare.memory_bytes) / _OPEN_AT_ONCE
-    most = max(1, min(most, int(affordable)))
+    most, why_workers = _most_workers(bare, max_workers, seconds, available_bytes)
+    at_once = math.ceil(most / bare.cores)  # workers that share a core make their environments in turns
     limits = {
-        "memory": int(affordable / most),
-        "the time to make them": int(seconds * _START_SHARE / max(bare.make_s, 1e-9)),
+        "memory": int(_affordable(bare, available_bytes) / most),
+        _MAKING: int(_makes(bare, seconds) / at_once),
         "the time of a step": int(window(seconds) / _STEPS_PER_WINDOW / bare.row_s),
         "one environment per process": 1 if bare.is_single else MOST_ENVS,
     }
     why, least = min(limits.items(), key=lambda limit: limit[1])
     envs = tuple(2**i for i in range(max(1, min(least, MOST_ENVS)).bit_length()))
-    return Space(_worker_numbers(most, bare.cores), envs, why if envs[-1] < MOST_ENVS else "")
+    return Space(_worker_numbers(most, bare.cores), envs, why if envs[-1] < MOST_ENVS else "", why_workers)
+
+
+def _most_workers(bare: Bare, max_workers: int | None, seconds: float, available_bytes: int) -> tuple[int, str]:
+    """Return the largest number of workers, and why there are not more; "": cores and the user do not ask for more."""
+    wanted, limits = max_workers, {"memory": int(_affordable(bare, available_bytes))}
+    if wanted is None:
+        wanted = bare.cores
+        if bare.cpu_share < _IDLE:
+            wanted = min(math.ceil(bare.cores / max(bare.cpu_share, 1e-3)), _MOST_WORKERS_PER_CORE * bare.cores)
+            limits[_MAKING] = bare.cores * max(1, int(_makes(bare, seconds)))
+    why, least = min(limits.items(), key=lambda limit: limit[1])
+    return (wanted, "") if wanted <= least else (max(1, least), why if wanted > 1 else "")
+
+
+def _affordable(bare: Bare, available_bytes: int) -> float:
+    """Return for how many environments of one point the memory suffices."""
+    return available_bytes / 2 / max(1, bare.memory_bytes) / _OPEN_AT_ONCE
+
+
+def _makes(bare: Bare, seconds: float) -> float:
+    """Return how many environments one core can make in the time for it."""
+    return seconds * _START_SHARE / max(bare.make_s, 1e-9)
 
 
 def _worker_numbers(most: int, cores: int) -> tuple[int, ...]:

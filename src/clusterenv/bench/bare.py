@@ -55,6 +55,8 @@ def summarize(
         all_rate=median(all_rates),
         step_s=tuple(np.concatenate([loop.step_s for loop in alone]).tolist()),
         reset_s=sum(loop.reset_s for loop in alone) / resets if resets else 0.0,
+        # Both with the time that others took: it is known for whole loops only.
+        reset_share=sum(loop.reset_s for loop in alone) / sum(loop.elapsed_s for loop in alone),
         episode_steps=float(np.mean(lengths)) if lengths else None,
         cpu_share=median((loop.cpu_s + loop.queued_s) / loop.elapsed_s for loop in alone),
         taken_share=sum(loop.queued_s for loop in alone) / sum(loop.elapsed_s for loop in alone),

@@ -21,7 +21,6 @@ from clusterenv.bench.measure import (
     Subject,
     Subjects,
     Take,
-    available_bytes,
     has_native,
     head_cost,
     interleave,
@@ -33,6 +32,7 @@ from clusterenv.bench.report import as_json, print_report
 from clusterenv.bench.target import Target, find_target
 from clusterenv.errors import ClusterEnvError, EnvError, SpecError
 from clusterenv.system.cpus import usable_cores
+from clusterenv.system.memory import available_bytes
 
 __all__ = ["main", "run"]
 
@@ -105,20 +105,19 @@ def run(target: Target, seconds: float, workers: int | None, say: Callable[[str]
         }
         subjects.keep([point for points in chosen.values() for point in points])
         say("candidates, in interleaved rounds")
-        loss = lockstep_loss(bare.step_s, chosen["step"][0])
-        is_uneven = advise.uneven(loss, bare.row_s)
-        reserve_s = compare_s * (is_uneven + (native and is_long)) + (compare_s + _NODE_STARTS_S) * is_long
+        losses = {point: lockstep_loss(bare.step_s, point) for point in chosen["step"]}
+        uneven = {point for point, loss in losses.items() if advise.uneven(loss, bare.row_s) and point.num_envs > 1}
+        reserve_s = compare_s * (bool(uneven) + (native and is_long)) + (compare_s + _NODE_STARTS_S) * is_long
         measured = subjects.measure(chosen, begin + seconds - reserve_s, least=3)
         rollout, step = (advise.choose(mode, measured, bare.all_rate) for mode in ("rollout", "step"))
         compared = []
-        if is_uneven and step.point.num_envs > 1:
+        if step.point in uneven:
             say("send and recv")
             subject = subjects[step.point]
             compared.append(compare("send/recv", subject.step, subject.send_recv, setting, compare_s))
         if native and is_long:
             say('simulator="native"')
             compared.append(_compare_native(setting, subjects[rollout.point], compare_s))
-        loss = lockstep_loss(bare.step_s, step.point)
         shares = next(rates.shares for rates in measured if rates.point == rollout.point)
     cost = None
     if is_long:
@@ -126,7 +125,7 @@ def run(target: Target, seconds: float, workers: int | None, say: Callable[[str]
         cost = head_cost(setting, rollout.point.envs, compare_s)
     assert shares is not None  # of a point whose rollouts were measured
     choices = (rollout, step)
-    notes = make_notes(bare, possible, choices, shares, loss, compared, native, cost, load)
+    notes = make_notes(bare, possible, choices, shares, losses[step.point], compared, native, cost, load)
     return Report(
         target=target.text,
         seconds=time.monotonic() - begin,

@@ -42,6 +42,8 @@ class Bare:
     step_s: tuple[float, ...]
     """A sample of the times of single steps, of one loop alone."""
     reset_s: float
+    reset_share: float
+    """Share of the environment's time that resets take."""
     episode_steps: float | None
     """Mean length of the episodes that ended; None: none ended."""
     cpu_share: float
@@ -63,13 +65,6 @@ class Bare:
     def slowdown(self) -> float:
         """How much longer a step takes while `processes` loops run, from 1."""
         return max(1.0, self.rate * self.processes / self.all_rate)
-
-    @property
-    def reset_share(self) -> float:
-        """Share of the environment's time that resets take."""
-        if self.episode_steps is None:
-            return 0.0
-        return min(1.0, self.reset_s / (self.episode_steps * self.row_s))
 
 
 @dataclass(frozen=True)
@@ -111,6 +106,8 @@ class Space:
     envs: tuple[int, ...]
     envs_limit: str = ""
     """Why there are not more environments per worker; empty: for no reason of this environment."""
+    workers_limit: str = ""
+    """Why there are not more workers; empty: because of the cores, or of what the user asked for."""
 
     @property
     def points(self) -> tuple[Point, ...]:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,7 +22,7 @@ from clusterenv.env import ClusterEnv
 from clusterenv.errors import SpecError
 from clusterenv.simulators.native import native
 
-__all__ = ["Setting", "Subject", "Subjects", "available_bytes", "has_native", "head_cost", "interleave"]
+__all__ = ["Setting", "Subject", "Subjects", "has_native", "head_cost", "interleave"]
 
 K = TypeVar("K")
 Take = Callable[[float], float]
@@ -51,7 +50,7 @@ class Subject:
             spaces = envs.single_observation_space, envs.single_action_space
             policy = policy_for(*spaces)
             self._collector = envs.collector(policy, seed=0)
-            self._act = HeadActor(policy, *spaces, num_envs=point.num_envs)
+            self._act = HeadActor(policy, *spaces)
             self._obs, _ = envs.reset(seed=0)
             self._collector.rollout(min(4, self._steps))  # the workers load the policy
         except BaseException:
@@ -90,20 +89,22 @@ class Subject:
         return rows / (now - begin)
 
     def send_recv(self, seconds: float) -> float:
-        """Step with `send` and `recv` of a worker's share of the environments at a time; return the rate."""
-        envs = self.envs
-        actions = self._act(self._obs)
+        """Step with `send` and `recv` of a worker's share of the environments at a time; return the rate.
+
+        As in `step`, the policy acts for every row.
+        """
+        envs, act = self.envs, self._act
         least = max(1, min(self.point.envs, envs.num_envs // 2))
         was_done = np.zeros(envs.num_envs, np.bool_)
         rows, begin = 0, time.perf_counter()
         until = begin + seconds
-        envs.send(actions)
+        envs.send(act(self._obs))
         while (now := time.perf_counter()) < until or not rows:
-            _, _, terminations, truncations, infos = envs.recv(min_envs=least)
+            obs, _, terminations, truncations, infos = envs.recv(min_envs=least)
             slots = infos["slot"]
             rows += len(slots) - int(np.count_nonzero(was_done[slots]))
             was_done[slots] = terminations | truncations
-            envs.send(actions[slots], slots)
+            envs.send(act(obs), slots)
         envs.recv()  # those in flight
         return rows / (now - begin)
 
@@ -222,19 +223,3 @@ def head_cost(setting: Setting, envs: int, seconds: float) -> HeadCost:
         return HeadCost(subject.head_row_s(), subject.row_bytes())
     finally:
         subject.close()
-
-
-def available_bytes() -> int:
-    """Return how much memory new processes may use, as far as the machine and the control group say."""
-    found = [int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:")]
-    limit, used = (_lines(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit and used and limit[0].isdecimal():
-        found.append(max(0, int(limit[0]) - int(used[0])))
-    return min(found, default=1 << 30)
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []

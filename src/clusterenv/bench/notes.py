@@ -83,6 +83,11 @@ def _workers(bare: Bare, possible: Space, rollout: Choice) -> Iterator[tuple[str
             "limited",
             f"more than {possible.envs[-1]} environments per worker were not tried: {possible.envs_limit}",
         )
+    if possible.workers_limit and rollout.point.workers == possible.workers[-1]:
+        yield (
+            "limited",
+            f"more than {possible.workers[-1]} workers were not tried: {possible.workers_limit}",
+        )
     if rollout.point.workers < min(bare.cores, possible.workers[-1]):
         yield ("workers", f"more than {rollout.point.workers} workers gain nothing here")
 

@@ -6,6 +6,7 @@ about as long. Workers import this module, so it imports nothing of the head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,8 +14,9 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from clusterenv.errors import PolicyError
+from clusterenv.memory.rows import leaves_of
 from clusterenv.policy.acting.base import Policy, Prepared
-from clusterenv.policy.acting.numpy import NumpyPolicy, RandomPolicy
+from clusterenv.policy.acting.numpy import NumpyPolicy
 
 __all__ = ["HeadActor", "policy_for"]
 
@@ -22,7 +24,7 @@ _HIDDEN = 64
 
 
 def policy_for(observation_space: Space[Any], action_space: Space[Any]) -> Policy:
-    """Return a 64-64 policy; uniformly random actions if an observation is not made of arrays of numbers."""
+    """Return a 64-64 policy. Raises PolicyError if rollouts cannot hold the observations or the actions."""
     if isinstance(action_space, (spaces.Discrete, spaces.MultiDiscrete)):
         dist = "categorical"
     elif isinstance(action_space, spaces.MultiBinary):
@@ -34,8 +36,6 @@ def policy_for(observation_space: Space[Any], action_space: Space[Any]) -> Polic
             f"the action space is {action_space}: rollouts need actions in Discrete, MultiDiscrete, MultiBinary or Box"
         )
     size = _input_size(observation_space)
-    if size is None:
-        return RandomPolicy()
     policy = NumpyPolicy(forward, {}, dist)
     outputs = policy.prepare(observation_space, action_space).family.num_params
     rng = np.random.default_rng(0)
@@ -48,16 +48,16 @@ def policy_for(observation_space: Space[Any], action_space: Space[Any]) -> Polic
     return policy
 
 
-def _input_size(space: Space[Any]) -> int | None:
-    if isinstance(space, spaces.Dict):
-        parts = [_input_size(part) for part in space.spaces.values()]
-    elif isinstance(space, spaces.Tuple):
-        parts = [_input_size(part) for part in space.spaces]
-    elif isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
-        return int(np.prod(space.shape or (1,)))
-    else:
-        return None
-    return None if None in parts else sum(part for part in parts if part is not None)
+def _input_size(space: Space[Any]) -> int:
+    """Return how many numbers an observation has."""
+    leaves = leaves_of(space)
+    sizes = [math.prod(leaf.shape) for leaf in leaves]
+    if not leaves or 0 in sizes or any(leaf.dtype is None for leaf in leaves):
+        raise PolicyError(
+            f"the observation space is {space}: rollouts need observations of a fixed size above 0, in Box, Discrete, "
+            "MultiDiscrete, MultiBinary, or in Dict and Tuple of these"
+        )
+    return sum(sizes)
 
 
 def forward(weights: Mapping[str, Any], obs: Any) -> Any:
@@ -81,23 +81,22 @@ def _leaves(obs: Any) -> Iterator[Any]:
 
 
 class HeadActor:
-    """The same policy at the head: samples actions for all environments at once."""
+    """The same policy at the head: samples actions for all rows of a batch at once."""
 
-    def __init__(self, policy: Policy, observation_space: Space[Any], action_space: Space[Any], num_envs: int) -> None:
+    def __init__(self, policy: Policy, observation_space: Space[Any], action_space: Space[Any]) -> None:
         prepared: Prepared = policy.prepare(observation_space, action_space)
         self._actor, self._family = prepared.recipe.build(), prepared.family
         self._actor.load(policy.weights())
-        self._shape = (num_envs, self._family.noise_size)
         self._rng = np.random.default_rng(0)
 
     def __call__(self, obs: Any) -> Any:
         """Return one action for each row, in the environments' form."""
         params, _ = self._actor.forward(obs, None, None)
-        kind = self._family.noise
+        kind, shape = self._family.noise, (len(params), self._family.noise_size)
         if kind == "normal":
-            noise = self._rng.standard_normal(self._shape, dtype=np.float32)
+            noise = self._rng.standard_normal(shape, dtype=np.float32)
         elif kind == "uniform":
-            noise = self._rng.random(self._shape, dtype=np.float32)
+            noise = self._rng.random(shape, dtype=np.float32)
         else:
-            noise = self._rng.gumbel(size=self._shape).astype(np.float32)
+            noise = self._rng.gumbel(size=shape).astype(np.float32)
         return self._family.choose(params, noise, {})[1]

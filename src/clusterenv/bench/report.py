@@ -27,8 +27,7 @@ def as_json(report: Report) -> str:
         "mean": float(times.mean()),
         **{f"p{q}": float(np.quantile(times, q / 100)) for q in (5, 50, 95, 99)},
     }
-    for name in ("slowdown", "reset_share"):
-        data["bare"][name] = getattr(report.bare, name)
+    data["bare"]["slowdown"] = report.bare.slowdown
     return msgspec.json.format(msgspec.json.encode(data), indent=2).decode()
 
 

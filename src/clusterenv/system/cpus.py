@@ -27,7 +27,7 @@ class Mount(NamedTuple):
 
 def cpu_limit() -> float:
     """Return how many CPUs this process and its children may use at the same time; may be less than 1."""
-    return min(len(os.sched_getaffinity(0)), _own_quota() or math.inf)
+    return min(len(os.sched_getaffinity(0)), own_quota() or math.inf)
 
 
 def usable_cores() -> int:
@@ -54,8 +54,13 @@ def cpu_quota(memberships: str, mountinfo: str, read: Read) -> float | None:
 
 def group_folders() -> list[str]:
     """Return the folders of the control groups that limit the CPUs of this process, and of their parents."""
-    memberships, mountinfo = _read("/proc/self/cgroup"), _read("/proc/self/mountinfo")
-    return [folder for folder, _ in control_groups(memberships, mountinfo)] if memberships and mountinfo else []
+    return [folder for folder, _ in own_groups("cpu")]
+
+
+def own_groups(controller: str) -> list[tuple[str, bool]]:
+    """Return the folders of this process' control groups and their parents, and whether each is of version 2."""
+    memberships, mountinfo = read_text("/proc/self/cgroup"), read_text("/proc/self/mountinfo")
+    return control_groups(memberships, mountinfo, controller) if memberships and mountinfo else []
 
 
 def control_groups(memberships: str, mountinfo: str, controller: str = "cpu") -> list[tuple[str, bool]]:
@@ -123,12 +128,14 @@ def _unescaped(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
-def _own_quota() -> float | None:
-    memberships, mountinfo = _read("/proc/self/cgroup"), _read("/proc/self/mountinfo")
-    return cpu_quota(memberships, mountinfo, _read) if memberships and mountinfo else None
+def own_quota() -> float | None:
+    """Return the CPU quota of this process, in CPUs; None if it has none."""
+    memberships, mountinfo = read_text("/proc/self/cgroup"), read_text("/proc/self/mountinfo")
+    return cpu_quota(memberships, mountinfo, read_text) if memberships and mountinfo else None
 
 
-def _read(path: str) -> str | None:
+def read_text(path: str) -> str | None:
+    """Return the text of a file, or None if it cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:

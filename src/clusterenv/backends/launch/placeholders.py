@@ -1,4 +1,4 @@
-"""Split commands into words, and fill `{placeholders}` in commands and in the text of scripts. Pure.
+"""Make commands and the text of scripts: split words, check variables, fill `{placeholders}`. Pure.
 
 Only the names that a caller knows are placeholders, because shell text has braces of its own: `${name}`, `{a,b}` and
 `awk '{print $1}'` stay as they are.
@@ -25,6 +25,16 @@ def split_words(who: str, name: str, value: str | Sequence[str]) -> tuple[str, .
     if not all(isinstance(word, str) for word in words):
         raise SpecError(f"{who}({name}={value!r}): expected a string or a list of words")
     return words
+
+
+def check_variables(who: str, variables: Mapping[str, str | int | float]) -> None:
+    """Raise SpecError for a name that `export` would take for something else: the shell would run it."""
+    for name in variables:
+        if not isinstance(name, str) or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            raise SpecError(
+                f"{who}(env_vars=...): {name!r} is no name of a variable: expected letters, digits and _, with no "
+                "digit first"
+            )
 
 
 def check_placeholders(who: str, name: str, text: str, known: Iterable[str]) -> set[str]:

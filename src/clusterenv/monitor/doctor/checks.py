@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from clusterenv.system.memory import GroupMemory
+
 __all__ = ["NEEDED", "PYTHON", "Check", "Status"]
 
 PYTHON = (3, 11)
@@ -98,25 +100,26 @@ def _numbers(version: str) -> list[int]:
     return numbers
 
 
-def cores(affinity: int, quota: float | None, load: float) -> Check:
+def cores(affinity: int, quota: float | None, load: float, machine: int) -> Check:
+    """Judge the cores; `machine`: all of the machine, to which its load belongs."""
     limit = min(affinity, quota or math.inf)
     seen = f"{affinity} cores" + (f", limited to {quota:g} CPUs by a control group" if quota is not None else "")
-    seen += f", load {load:.1f}"
+    seen += f", load {load:.1f}" + (f" on the {machine} cores of the machine" if machine != affinity else "")
     if limit < 1:
         advice = "less than one CPU: every process is throttled; raise the CPU limit of the container or job"
         return Check("cores", Status.WARNING, seen, advice)
-    if load > 1.5 * affinity:
+    if load > 1.5 * machine:
         advice = "other processes use the cores: environments will be slow"
         return Check("cores", Status.WARNING, seen, advice)
     return Check("cores", Status.OK, seen)
 
 
-def memory(total: int, available: int, limit: int | None, used: int | None) -> Check:
-    """Judge the memory; `limit` and `used`: of the control group, None if it has no limit."""
-    is_limited = limit is not None and limit < total
-    free = min(available, limit - (used or 0)) if is_limited and limit is not None else available
-    seen = f"{_size(free)} free of {_size(limit if is_limited and limit is not None else total)}"
-    seen += " (limit of the control group)" if is_limited else ""
+def memory(total: int, available: int, group: GroupMemory | None) -> Check:
+    """Judge the memory of the machine and of the control group; None: it has no limit."""
+    free, seen = available, f"{_size(available)} free of {_size(total)}"
+    if group is not None and group.limit < total:
+        free = min(available, group.free)
+        seen = f"{_size(free)} free of {_size(group.limit)} (limit of the control group)"
     if free < _LOW_MEMORY:
         advice = "ask for more memory, or use fewer workers: the kernel ends processes when it runs out"
         return Check("memory", Status.WARNING, seen, advice)

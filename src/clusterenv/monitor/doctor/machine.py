@@ -24,7 +24,8 @@ from clusterenv.backends.launch.addresses import listening_address
 from clusterenv.errors import ClusterEnvError
 from clusterenv.monitor.doctor import checks
 from clusterenv.monitor.doctor.checks import Answer, Check
-from clusterenv.system.cpus import control_groups, cpu_quota
+from clusterenv.system.cpus import own_quota, read_text
+from clusterenv.system.memory import machine_memory, own_group_memory
 
 __all__ = ["check_machine"]
 
@@ -44,8 +45,8 @@ def check_machine() -> list[Check]:
             checks.python(tuple(sys.version_info[:3])),
             *checks.packages(versions),
             checks.optional_packages(versions),
-            checks.cores(len(os.sched_getaffinity(0)), _quota(), os.getloadavg()[0]),
-            checks.memory(*_memory(), *_memory_limit()),
+            checks.cores(len(os.sched_getaffinity(0)), own_quota(), os.getloadavg()[0], os.cpu_count() or 1),
+            checks.memory(*machine_memory(), own_group_memory()),
             checks.open_files(*_open_files()),
             checks.shared_memory(_free(Path("/dev/shm"))),
             checks.disk("~/.clusterenv", str(home), _free(_existing(home)), _is_writable(_existing(home))),
@@ -63,30 +64,6 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _quota() -> float | None:
-    memberships, mountinfo = _read("/proc/self/cgroup"), _read("/proc/self/mountinfo")
-    return cpu_quota(memberships, mountinfo, _read) if memberships and mountinfo else None
-
-
-def _memory() -> tuple[int, int]:
-    """Return the machine's memory, all of it and what is available."""
-    lines = dict(line.partition(":")[::2] for line in (_read("/proc/meminfo") or "").splitlines())
-    total, available = (int(lines.get(name, "0 kB").split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
-    return total, available
-
-
-def _memory_limit() -> tuple[int | None, int | None]:
-    """Return the smallest memory limit of the control groups, and what that group uses; None: there is none."""
-    memberships, mountinfo = _read("/proc/self/cgroup"), _read("/proc/self/mountinfo")
-    found = []
-    for folder, is_v2 in control_groups(memberships, mountinfo, "memory") if memberships and mountinfo else []:
-        names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        limit, used = ((_read(f"{folder}/{name}") or "").strip() for name in names)
-        if limit.isdigit() and used.isdigit():
-            found.append((int(limit), int(used)))
-    return min(found, default=(None, None))
 
 
 def _open_files() -> tuple[int, int]:
@@ -118,7 +95,7 @@ def _address() -> tuple[str | None, str, tuple[int, int] | None]:
         found = listening_address("Remote", None)
     except ClusterEnvError as error:
         return None, str(error), None
-    ports = (_read("/proc/sys/net/ipv4/ip_local_port_range") or "").split()
+    ports = (read_text("/proc/sys/net/ipv4/ip_local_port_range") or "").split()
     try:
         with socket.socket(socket.AF_INET6 if ":" in found else socket.AF_INET) as probe:
             probe.bind((found, 0))
@@ -126,13 +103,6 @@ def _address() -> tuple[str | None, str, tuple[int, int] | None]:
     except OSError as error:
         return found, f"{found} cannot be listened on: {error}", None
     return found, "", (int(ports[0]), int(ports[1])) if len(ports) == 2 else None
-
-
-def _read(path: str) -> str | None:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return None
 
 
 # -- schedulers ---------------------------------------------------------------------------------------------------
@@ -156,7 +126,7 @@ def _kubernetes() -> Check:
 
 def _ray() -> Check:
     """Connect to the address of the Ray cluster, if one is set: `ray status` takes longer than the rest together."""
-    where = os.environ.get("RAY_ADDRESS") or (_read("/tmp/ray/ray_current_cluster") or "").strip()
+    where = os.environ.get("RAY_ADDRESS") or (read_text("/tmp/ray/ray_current_cluster") or "").strip()
     host, _, port = where.rpartition("://")[2].rpartition(":")
     if _version("ray") is None or not (host and port.isdigit()):
         seen = "not installed" if _version("ray") is None else "installed; Ray() starts a cluster on this machine"
