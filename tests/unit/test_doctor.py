@@ -239,6 +239,15 @@ def never_published(run: Run) -> None:
     run.node(0, version=0, pulls=1)
 
 
+def first_fragment(run: Run) -> None:
+    """The policy is so large that no fragment has been done."""
+    run.fragments = []
+    run.each(lambda _, s: replace(s, call="rollout", step_s=[0.001] * len(s.step_s)))
+    run.point(policy=None, environment=None, waiting=None, steps=0, version=0, held_version=0)
+    for worker in range(4):
+        run.worker(worker, is_busy=True, phase="policy", slot=2 * worker, stuck_s=0.4, step_s=None, environment=None)
+
+
 def stopped_agent(run: Run) -> None:
     lost_node(run)
     run.node(1, pid=777)
@@ -301,7 +310,8 @@ CASES = {
     "leaks": Case(leaking_everywhere, Cause.MEMORY_GROWS, "run"),
     "children": Case(children_that_spin, Cause.CHILD_PROCESSES, "run"),
     "children of one": Case(one_environments_children, Cause.CHILD_PROCESSES, "worker 2"),
-    "never published": Case(never_published, Cause.NEVER_PUBLISHED, "run", Severity.ADVICE, "stream"),
+    "never published": Case(never_published, Cause.NEVER_PUBLISHED, "run", shape="stream"),
+    "policy, first fragment": Case(first_fragment, Cause.POLICY, "run", Severity.ADVICE),
     "stopped agent": Case(stopped_agent, Cause.NODE_LOST, "node 1", Severity.ERROR, nodes=3),
     "learner": Case(idle_workers, Cause.LEARNER, "run", Severity.ADVICE, "learner"),
     "start": Case(building, Cause.STARTING, "run", Severity.ADVICE),

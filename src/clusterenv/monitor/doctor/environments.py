@@ -119,6 +119,7 @@ def _grows(window: Window, workers: tuple[int, ...], rate: float, left_s: float)
         f"the memory of {who} grows by {rate / 1e6:.1f} MB/s: the machine's is full in about {left_s / 60:.0f} min",
         f"{which} keeps what it should release (a list, a cache, a renderer, infos): look with memray or tracemalloc",
         {"bytes_per_s": round(rate), "memory_bytes": size, "full_in_s": round(left_s)},
+        lost=max(0.0, 1 - left_s / at.FULL_S),  # the sooner it is full, the sooner all is lost
         workers=workers,
     )
 

@@ -179,11 +179,12 @@ def never_published(window: Window) -> Iterator[Finding]:
     is_old = age_s >= at.WARM_S and len(window.fragments) >= at.UNPUBLISHED_FRAGMENTS
     if last.version == 0 and last.pulls and is_old and any(s.call == "stream" for s in window.samples):
         yield Finding(
-            Severity.ADVICE,
+            Severity.WARNING,
             Cause.NEVER_PUBLISHED,
             Subject(),
             f"the workers act with the first weights: none have been published in {age_s:.0f} s of streaming",
             "call collector.publish() after each update of the learner; if the policy is not trained, all is well",
             {"version": 0, "pulls": last.pulls, "fragments": len(window.fragments)},
+            lost=1.0,  # of what is learned
             workers=tuple(window.workers),
         )

@@ -234,7 +234,9 @@ def _lost(window: Window, node: NodeSample, gone: EventRecord) -> Finding:
     advice = "it is asked for again; its log says why the agent ended (clusterenv logs, job output, kubectl logs)"
     if is_taken:
         advice = "it is asked for again; use a partition or pods that are not preempted, or a longer time limit"
-    elif not is_back and _is_stopped(window, node):
+    elif is_back:
+        advice = "its log says why the agent ended (clusterenv logs, job output, kubectl logs)"
+    elif _is_stopped(window, node):
         reason += ", and its agent's process is stopped"
         advice = f"kill -CONT {node.pid}; find out what stopped it (a batch system, a shell)"
     return Finding(

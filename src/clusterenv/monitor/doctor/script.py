@@ -11,6 +11,9 @@ from clusterenv.monitor.doctor.window import Window, median
 __all__ = ["invalid_rows", "learner", "lockstep", "policy", "starting"]
 
 
+_LARGE_POLICY = "use a smaller network, more slots per worker, or act='head' with a GPU"
+
+
 def learner(window: Window) -> Iterator[Finding]:
     """Find workers that are idle while the script does something else."""
     outside = [s for s in window.samples if not s.call]
@@ -42,6 +45,9 @@ def _collects(window: Window) -> bool:
 
 def policy(window: Window) -> Iterator[Finding]:
     """Find policies that take more of the workers' time than their environments do."""
+    if not window.fragments:  # a very large one is seen long before its first fragment is done
+        yield from _policy_seen(window)
+        return
     share = median(s.point.policy for s in window.recent)
     waiting = median(s.point.waiting for s in window.recent) or 0.0
     if share is None or len(window.recent) < at.FEW or waiting >= 1:
@@ -55,9 +61,29 @@ def policy(window: Window) -> Iterator[Finding]:
             Severity.ADVICE,
             Cause.POLICY,
             Subject(),
-            f"the policy takes {of_work:.0%} of the workers' working time, {step_s * 1000:.2g} ms per step",
-            f"use a smaller network, more slots per worker, or act='head' with a GPU{export}",
+            f"the policy takes {of_work:.0%} of the workers' working time, {step_s * 1000:.3g} ms per step",
+            f"{_LARGE_POLICY}{export}",
             {"policy_share": round(of_work, 2), "policy_step_s": round(step_s, 5)},
+            lost=share,
+            workers=tuple(window.workers),
+        )
+
+
+def _policy_seen(window: Window) -> Iterator[Finding]:
+    """Judge by where busy workers are seen."""
+    calls = ("rollout", "stream")
+    phases = [w.phase for s in window.recent if s.call in calls for w in s.workers if w.is_busy and w.phase]
+    share = phases.count("policy") / len(phases) if phases else 0.0
+    if len(phases) >= at.PROFILE * len(window.workers) and share >= at.POLICY_SHARE:
+        yield Finding(
+            Severity.ADVICE,
+            Cause.POLICY,
+            Subject(),
+            f"the workers are in the policy {share:.0%} of the time, and their first fragment is not done yet",
+            _LARGE_POLICY,
+            {"policy_share": round(share, 2)},
+            lost=share,
+            workers=tuple(window.workers),
         )
 
 

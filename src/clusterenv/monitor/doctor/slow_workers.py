@@ -82,7 +82,8 @@ def _slow_env(window: Window, slot: int, worker: int, text: str, evidence: Evide
     if cpu is not None:
         evidence["worker_cpu"] = round(cpu, 2)
     hint = "" if window.is_stream else "; until then, stream(), balance=True or deadline_s let the others go on"
-    does = "it waits (sleep, I/O, another process)" if cpu is not None and cpu < 0.5 else "profile its step()"
+    is_waiting = cpu is not None and cpu < 0.5
+    does = f"it waits (sleep, I/O, another process): `clusterenv stack {slot}`" if is_waiting else "profile its step()"
     return Finding(
         Severity.WARNING,
         Cause.SLOW_ENV,
@@ -224,7 +225,8 @@ def _throttled(
         Cause.CPU_THROTTLED,
         subject,
         f"{who} {'is' if len(workers) == 1 else 'are'} throttled in {share:.0%} of the CPU periods by a quota{limit}",
-        "raise the CPU limit of the job, pod or container (cpu.max), or use fewer workers: Local(workers=...)",
+        "raise the CPU limit of the job, pod or container"
+        + (", or use fewer workers: Local(workers=...)" if len(workers) > 1 else ", or find out who put it there"),
         evidence,
         lost=min(1.0, extra) if is_all else window.lost_by_worker(extra),
         workers=tuple(workers),
