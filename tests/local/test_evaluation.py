@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -62,6 +64,19 @@ def test_an_info_of_an_evaluation_that_cannot_travel_is_left_out_by_name():
     assert [info["t"] for info in result.infos] == result.lengths.tolist()
     assert all("extra" not in info for info in result.infos) and result.success_rate is not None
     assert len(events) == 5 and "info['extra'] is a" in events[0].reason and "plain data" in events[0].reason
+
+
+def holder():
+    lock = threading.Lock()
+    return lambda: lock
+
+
+@pytest.mark.parametrize("make", [threading.Lock, lambda: (i for i in ()), holder], ids=["lock", "generator", "closure"])
+def test_an_info_of_an_evaluation_that_cannot_be_pickled_costs_no_worker(make):
+    result, events = evaluate(lambda: Goal(make), ce.Local(workers=1), episodes=5)
+    assert [info["t"] for info in result.infos] == result.lengths.tolist() and result.success_rate is not None
+    assert all("extra" not in info for info in result.infos)
+    assert events and "info['extra'] cannot be" in events[0].reason
 
 
 def test_infos_of_an_evaluation_that_are_too_large_cost_no_node():

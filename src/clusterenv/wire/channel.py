@@ -57,6 +57,7 @@ __all__ = [
     "Raw",
     "brings_of",
     "encode",
+    "encode_answer",
     "encode_named",
     "encode_plain",
     "encode_quick",
@@ -192,15 +193,46 @@ def encode(message: NamedTuple) -> bytes:
     compact = _encode_compact(message)
     if compact is not None:
         return compact
-    try:
-        body = pickle.dumps(message, 5)
-        # Pickled by name, a class of the user's script is not found in a worker, whose __main__ is another module.
-        is_by_name = b"__main__" in body
-    except Exception:  # lambdas, and such classes in an answer
-        is_by_name = True
-    if is_by_name:
-        body = cloudpickle.dumps(message, 5)  # by value
+    body = _pickled(message)
     return _HEAD.pack(len(body) + 1, _PICKLED) + body
+
+
+def encode_answer(answer: Reply | Built) -> bytes:
+    """Encode an answer to this machine; infos of evaluated episodes that cannot be pickled are left out, and named."""
+    try:
+        return encode(answer)
+    except Exception:  # pickling runs the code of users' classes
+        if not isinstance(answer, Reply) or not isinstance(answer.result, list):
+            raise
+        return encode(answer._replace(result=[_with_pickled_end(item) for item in answer.result]))
+
+
+def _with_pickled_end(item: Any) -> Any:
+    if not isinstance(item, PlayedEpisode):
+        return item
+    reasons = {key: _why_not_pickled(key, value) for key, value in item.info.items()}
+    info = {key: value for key, value in item.info.items() if not reasons[key]}
+    return item._replace(info=info, not_sent=next(filter(None, reasons.values()), "")[:900])
+
+
+def _why_not_pickled(key: Any, value: Any) -> str:
+    try:
+        _pickled({key: value})
+    except Exception as error:  # as above
+        return f"info[{key!r}] cannot be pickled: {error}"
+    return ""
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        body = pickle.dumps(value, 5)
+        # Pickled by name, a class of the user's script is not found in a worker, whose __main__ is another module.
+        if b"__main__" not in body:
+            return body
+    except Exception:  # lambdas, and such classes in an answer
+        pass
+    by_value: bytes = cloudpickle.dumps(value, 5)
+    return by_value
 
 
 def _encode_compact(message: Any) -> bytes | None:
