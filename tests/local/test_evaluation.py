@@ -71,12 +71,57 @@ def holder():
     return lambda: lock
 
 
-@pytest.mark.parametrize("make", [threading.Lock, lambda: (i for i in ()), holder], ids=["lock", "generator", "closure"])
+@pytest.mark.parametrize(
+    "make", [threading.Lock, lambda: (i for i in ()), holder], ids=["lock", "generator", "closure"]
+)
 def test_an_info_of_an_evaluation_that_cannot_be_pickled_costs_no_worker(make):
     result, events = evaluate(lambda: Goal(make), ce.Local(workers=1), episodes=5)
     assert [info["t"] for info in result.infos] == result.lengths.tolist() and result.success_rate is not None
     assert all("extra" not in info for info in result.infos)
     assert events and "info['extra'] cannot be" in events[0].reason
+
+
+class Reuses(Goal):
+    """Its infos hold the same objects in all episodes."""
+
+    def __init__(self, extra=None):
+        super().__init__(extra)
+        self.stats, self.success = {"lengths": [0]}, np.zeros(1)
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        self.stats["lengths"][0], self.success[0] = self.t, info["is_success"]
+        return obs, reward, terminated, truncated, {"stats": self.stats, "is_success": self.success, **self.rest()}
+
+    def rest(self):
+        return {} if self.extra is None else {"extra": self.extra()}
+
+
+def reusing(num_envs, seeds):
+    return SyncVectorEnv([Reuses] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+@pytest.mark.parametrize("make", [Reuses, ce.Vector(reusing)], ids=["single", "vector"])
+@pytest.mark.parametrize("backend", [ce.Local(workers=0), ce.Local(workers=1), ce.Loopback(nodes=1)], ids=repr)
+def test_objects_that_an_environment_uses_again_are_copied_when_an_episode_ends(backend, make):
+    result, events = evaluate(make, backend, episodes=11, seed=3)
+    lengths = result.lengths.tolist()
+    assert len(set(lengths)) > 2 and [info["stats"]["lengths"][0] for info in result.infos] == lengths
+    assert result.success_rate == np.mean([length % 2 == 0 for length in lengths]) and not events
+
+
+@pytest.mark.parametrize("backend", [ce.Local(workers=0), ce.Local(workers=1)], ids=repr)
+def test_an_info_that_cannot_be_copied_is_left_out_by_name(backend):
+    result, events = evaluate(lambda: Reuses(threading.Lock), backend, episodes=5)
+    assert [info["stats"]["lengths"][0] for info in result.infos] == result.lengths.tolist()
+    assert all("extra" not in info for info in result.infos)
+    assert events and "info['extra'] cannot be copied: " in events[0].reason
+
+
+def test_what_cannot_be_copied_travels_as_its_repr_where_that_is_wanted():
+    backend = ce.Loopback(nodes=1, other_infos="repr")
+    result, events = evaluate(lambda: Reuses(threading.Lock), backend, episodes=5)
+    assert all("lock" in info["extra"] for info in result.infos) and not events
 
 
 def test_infos_of_an_evaluation_that_are_too_large_cost_no_node():

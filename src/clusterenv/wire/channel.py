@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import pickle
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -61,6 +61,7 @@ __all__ = [
     "encode_named",
     "encode_plain",
     "encode_quick",
+    "join_reasons",
     "open_request",
     "plain",
     "with_plain_ends",
@@ -74,6 +75,7 @@ _PICKLED, _NUMBER, _PLAIN, _FRAGMENT, _WEIGHTS = range(5)
 _RAW = struct.Struct("<IBBIIIH")
 _PACKED = struct.Struct("<HQ")
 _NOTHING: Mapping[int, bytes] = {}
+_LONGEST_REASONS = 900
 
 
 class Brings(enum.IntEnum):
@@ -150,6 +152,12 @@ def _why_not_plain(key: Any, value: Any, other: Literal["refuse", "repr"] = "ref
     return ""
 
 
+def join_reasons(reasons: Iterable[str]) -> str:
+    """Join reasons why infos were not sent, each a line; the head accepts a limited length."""
+    lines = (" ".join(reason.split())[:300] for reason in reasons if reason)
+    return "\n".join(lines)[:_LONGEST_REASONS]
+
+
 def with_plain_ends(
     episodes: list[PlayedEpisode], other: Literal["refuse", "repr"], most_bytes: int
 ) -> list[PlayedEpisode]:
@@ -158,13 +166,13 @@ def with_plain_ends(
     for episode in episodes:
         reasons = {key: _why_not_plain(key, value, other) for key, value in episode.info.items()}
         info = {key: value for key, value in episode.info.items() if not reasons[key]}
-        not_sent = next(filter(None, reasons.values()), "")
+        not_sent = [*episode.not_sent.splitlines(), *reasons.values()]
         size = len(plain().pack(info, other))
         if size > most_bytes:
-            info, not_sent = {}, f"the info of episode {episode.number} takes {size} bytes, {most_bytes} can be sent"
+            info, not_sent = {}, [f"the info of episode {episode.number} takes {size} bytes, {most_bytes} can be sent"]
         else:
             most_bytes -= size
-        sent.append(episode._replace(info=info, not_sent=not_sent[:900]))
+        sent.append(episode._replace(info=info, not_sent=join_reasons(not_sent)))
     return sent
 
 
@@ -212,7 +220,7 @@ def _with_pickled_end(item: Any) -> Any:
         return item
     reasons = {key: _why_not_pickled(key, value) for key, value in item.info.items()}
     info = {key: value for key, value in item.info.items() if not reasons[key]}
-    return item._replace(info=info, not_sent=next(filter(None, reasons.values()), "")[:900])
+    return item._replace(info=info, not_sent=join_reasons([*item.not_sent.splitlines(), *reasons.values()]))
 
 
 def _why_not_pickled(key: Any, value: Any) -> str:

@@ -78,7 +78,7 @@ def run(index: int, channel: socket.socket, memory: SharedMemory, makers: Any, s
     _seed_global_generators()
 
     mapped = _Mapped(memory)
-    dispatcher = Dispatcher(makers, config.mode, config.check, progress, mapped)
+    dispatcher = Dispatcher(makers, config.mode, config.check, progress, mapped, config.plain == "repr")
     receiver = _Receiver(channel, progress, config.spin_s)
     reader = FrameReader(open_request, allow_pickle=not setup.is_named)
     network = None

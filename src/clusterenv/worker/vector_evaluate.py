@@ -25,8 +25,8 @@ _UNUSED = 1 << 40
 class VectorEvaluator(Evaluator):
     """Play episodes on a vector environment of its own, of up to as many environments as the worker has slots."""
 
-    def __init__(self, group: VectorGroup, policy: WorkerPolicy, observation_space: Any) -> None:
-        super().__init__(group, policy, observation_space)
+    def __init__(self, group: VectorGroup, policy: WorkerPolicy, observation_space: Any, by_repr: bool = False) -> None:
+        super().__init__(group, policy, observation_space, by_repr)
         self._vector = group.vector
         self._venv: Any = None
 
@@ -61,7 +61,7 @@ class VectorEvaluator(Evaluator):
         at[0], at[1], self._now = self._slots[0], RESET, (episodes[0], 0)
         obs, infos = venv.reset(seed=[request.seed + j for j in episodes + episodes[:1] * unused])
         frames: list[list[Any]] = [[] for _ in episodes]
-        ends: list[dict[str, Any]] = [{} for _ in episodes]
+        ends: list[tuple[dict[str, Any], str]] = [({}, "")] * count
         returns, lengths = np.zeros(count), np.zeros(count, dtype=np.int64)
         running = np.ones(count, dtype=np.bool_)
         masks = self._masks(infos)
@@ -82,7 +82,7 @@ class VectorEvaluator(Evaluator):
             returns += np.where(running, rewards[:count], 0.0)
             lengths += running
             for k in np.flatnonzero(running & ended[:count]).tolist():
-                ends[k] = row_of(infos.get("final_info", {}) if is_same_step else infos, k)
+                ends[k] = self._end(row_of(infos.get("final_info", {}) if is_same_step else infos, k))
             running &= ~ended[:count]
             if not running.any():
                 break
@@ -92,7 +92,7 @@ class VectorEvaluator(Evaluator):
                 after = self._masks(infos)
                 masks = [after[k] if ended[k] else own for k, own in enumerate(masks)]
         return [
-            PlayedEpisode(j, float(returns[k]), int(lengths[k]), frames[k] if records[k] else None, ends[k])
+            PlayedEpisode(j, float(returns[k]), int(lengths[k]), frames[k] if records[k] else None, *ends[k])
             for k, j in enumerate(episodes)
         ]
 
