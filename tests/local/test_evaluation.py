@@ -63,7 +63,8 @@ def test_an_info_of_an_evaluation_that_cannot_travel_is_left_out_by_name():
     result, events = evaluate(lambda: Goal(object), NETWORK, episodes=5)
     assert [info["t"] for info in result.infos] == result.lengths.tolist()
     assert all("extra" not in info for info in result.infos) and result.success_rate is not None
-    assert len(events) == 5 and "info['extra'] is a" in events[0].reason and "plain data" in events[0].reason
+    assert len(events) == 2, "one for each worker"
+    assert all("info['extra'] is a" in event.reason and "plain data" in event.reason for event in events)
 
 
 def holder():
@@ -129,7 +130,29 @@ def test_infos_of_an_evaluation_that_are_too_large_cost_no_node():
     result, events = evaluate(lambda: Goal(lambda: np.zeros(5 << 20, np.uint8)), ce.Loopback(nodes=1), episodes=8)
     has = ["extra" in info for info in result.infos]
     assert len(result.returns) == 8 and 0 < sum(has) < 8
-    assert len(events) == has.count(False) and "bytes" in events[0].reason
+    assert len(events) == 1 and events[0].reason.count("bytes") == has.count(False)
+
+
+class Several(Goal):
+    """Episodes leave out "odd" or "even", by their length, and "extra" in all of them."""
+
+    def step(self, action):
+        *rest, info = super().step(action)
+        return *rest, {**info, ("odd" if self.length % 2 else "even"): threading.Lock()}
+
+
+@pytest.mark.parametrize("backend", [ce.Local(workers=1), ce.Loopback(nodes=1)], ids=["local", "network"])
+def test_infos_of_many_episodes_that_are_left_out_are_one_event(backend):
+    """Else one evaluation would replace the whole log, which keeps a thousand events."""
+    result, events = evaluate(lambda: Several(threading.Lock), backend, episodes=40)
+    assert len(result.infos) == 40 and len(events) == 1
+    assert all(events[0].reason.count(f"info['{key}']") == 1 for key in ("odd", "even", "extra"))
+
+
+def test_an_event_names_some_of_many_infos():
+    result, events = evaluate(lambda: Goal(lambda: np.zeros(20 << 20, np.uint8)), ce.Loopback(nodes=1), episodes=14)
+    assert len(result.infos) == 14 and len(events) == 1
+    assert events[0].reason.count("bytes") == 8 and events[0].reason.endswith("; and 6 more")
 
 
 def test_infos_are_checked_before_they_are_sent():
