@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 import clusterenv as ce
 from clusterenv.wire.channel import with_plain_ends
 from clusterenv.wire.requests import PlayedEpisode
-from toys import Trouble
+from toys import Trouble, same
 
 NETWORK = ce.Loopback(nodes=2)
 
@@ -178,6 +178,67 @@ def test_infos_are_checked_before_they_are_sent():
 )
 def test_the_success_rate_is_the_mean_of_what_the_infos_report(infos, rate):
     assert ce.Evaluation(np.zeros(2), np.ones(2), np.arange(2), [], infos).success_rate == rate
+
+
+class OddInfos(SyncVectorEnv):
+    """Adds these infos to those of each step."""
+
+    def __init__(self, num_envs, mode, infos):
+        super().__init__([Goal] * num_envs, autoreset_mode=mode)
+        self.more = infos
+
+    def step(self, actions):
+        *rest, infos = super().step(actions)
+        return *rest, {**infos, **self.more(self.num_envs)}
+
+
+ODD = {
+    "scalar": (lambda n: {"fps": 30.0}, {"fps": 30.0}),
+    "text": (lambda n: {"phase": "r" * n}, {"phase": "rr"}),
+    "empty": (lambda n: {"stats": np.zeros(0)}, {"stats": np.zeros(0)}),
+    "longer": (lambda n: {"stats": np.arange(n + 1)}, {"stats": np.arange(3)}),
+    "no axis": (lambda n: {"stats": np.array(2.0)}, {"stats": np.array(2.0)}),
+    "int key": (lambda n: {0: np.ones(n)}, {0: np.float64(1)}),
+    "list": (lambda n: {"names": ["a"] * n}, {"names": "a"}),
+    "nested": (lambda n: {"run": {"lr": 0.1, "x": np.ones(n)}}, {"run": {"lr": 0.1, "x": np.float64(1)}}),
+    "masked": (lambda n: {"x": np.ones(n), "_x": np.zeros(n, bool)}, {}),
+    "odd mask": (lambda n: {"x": np.ones(n), "_x": 1}, {"x": np.float64(1)}),
+    "none": (lambda n: {"x": None}, {"x": None}),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_vector_environment_may_report_any_infos(name):
+    """What has no row for each environment belongs to all of them."""
+    infos, expected = ODD[name]
+
+    def make(num_envs, seeds):
+        return OddInfos(num_envs, AutoresetMode.NEXT_STEP, infos)
+
+    with ce.ClusterEnv(ce.Vector(make), 2, backend=ce.Local(workers=0)) as envs:
+        result = envs.collector(ce.RandomPolicy(), seed=1).evaluate(episodes=2, deterministic=False)
+    for info, length in zip(result.infos, result.lengths.tolist(), strict=True):
+        own = {key: info.pop(key) for key in ("t", "is_success")}
+        assert own == {"t": length, "is_success": length % 2 == 0}
+        same(info, expected)
+
+
+@pytest.mark.parametrize("kind", [list, lambda infos: np.array(infos, dtype=object)], ids=["list", "array"])
+def test_last_infos_may_be_one_dict_for_each_environment(kind):
+    class PerEnv(SyncVectorEnv):
+        def step(self, actions):
+            *rest, ends, cuts, infos = super().step(actions)
+            if "final_info" in infos:
+                final = [{"is_success": True, "t": self.envs[k].t} if ends[k] else None for k in range(self.num_envs)]
+                infos = {**infos, "final_info": kind(final)}
+            return *rest, ends, cuts, infos
+
+    def make(num_envs, seeds):
+        return PerEnv([Goal] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+    with ce.ClusterEnv(ce.Vector(make), 2, backend=ce.Local(workers=0)) as envs:
+        result = envs.collector(ce.RandomPolicy(), seed=1).evaluate(episodes=5, deterministic=False)
+    assert all(set(info) == {"is_success", "t"} for info in result.infos) and result.success_rate == 1.0
 
 
 def test_frames_of_a_vector_environment_travel():
