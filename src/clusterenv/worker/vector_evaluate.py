@@ -120,11 +120,11 @@ class VectorEvaluator(Evaluator):
 def _last_info(infos: dict[str, Any], k: int, num_envs: int, is_same_step: bool) -> dict[str, Any]:
     """Return the info of the step that ended an episode in environment k."""
     if is_same_step:
-        infos = infos.get("final_info", {})
-        if _has_rows(infos, num_envs):  # an info for each environment, as before Gymnasium 1.0
-            infos = infos[k]
-            return infos if isinstance(infos, dict) else {}
-    return _any_row(infos, k, num_envs) if isinstance(infos, dict) else {}
+        last: Any = infos.get("final_info")
+        if _has_rows(last, num_envs):  # an info for each environment, as before Gymnasium 1.0
+            return last[k] if isinstance(last[k], dict) else {}
+        return _any_row(last, k, num_envs) if isinstance(last, dict) else {}
+    return _any_row(infos, k, num_envs)
 
 
 def _any_row(infos: dict[Any, Any], k: int, num_envs: int) -> dict[Any, Any]:
