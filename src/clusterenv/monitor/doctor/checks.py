@@ -98,14 +98,14 @@ def _numbers(version: str) -> list[int]:
     return numbers
 
 
-def cores(affinity: int, quota: float | None, load: float) -> Check:
+def cores(affinity: int, quota: float | None, load: float | None) -> Check:
     limit = min(affinity, quota or math.inf)
     seen = f"{affinity} cores" + (f", limited to {quota:g} CPUs by a control group" if quota is not None else "")
-    seen += f", load {load:.1f}"
+    seen += "" if load is None else f", load {load:.1f}"
     if limit < 1:
         advice = "less than one CPU: every process is throttled; raise the CPU limit of the container or job"
         return Check("cores", Status.WARNING, seen, advice)
-    if load > 1.5 * affinity:
+    if load is not None and load > 1.5 * affinity:
         advice = "other processes use the cores: environments will be slow"
         return Check("cores", Status.WARNING, seen, advice)
     return Check("cores", Status.OK, seen)

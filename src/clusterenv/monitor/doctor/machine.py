@@ -25,6 +25,7 @@ from clusterenv.errors import ClusterEnvError
 from clusterenv.monitor.doctor import checks
 from clusterenv.monitor.doctor.checks import Answer, Check
 from clusterenv.system.cpus import control_groups, cpu_quota
+from clusterenv.system.host_load import load_average
 
 __all__ = ["check_machine"]
 
@@ -44,7 +45,7 @@ def check_machine() -> list[Check]:
             checks.python(tuple(sys.version_info[:3])),
             *checks.packages(versions),
             checks.optional_packages(versions),
-            checks.cores(len(os.sched_getaffinity(0)), _quota(), os.getloadavg()[0]),
+            checks.cores(len(os.sched_getaffinity(0)), _quota(), load_average()),
             checks.memory(*_memory(), *_memory_limit()),
             checks.open_files(*_open_files()),
             checks.shared_memory(_free(Path("/dev/shm"))),
