@@ -265,9 +265,7 @@ class Collection:
             played: list[PlayedEpisode] = []
             for request, reply in zip(requests, driver.replies(requests), strict=True):
                 played += reply.result
-                for episode in reply.result:
-                    if episode.not_sent:
-                        collecting.report_not_sent(request.worker, episode.not_sent)
+                collecting.report_not_sent(request.worker, *(episode.not_sent for episode in reply.result))
             return sorted(played, key=lambda episode: episode.number)
         finally:
             driver.weights.end_evaluation()

@@ -277,7 +277,8 @@ class Collector:
     def publish(self) -> int:
         """Make the agent's weights the newest version, if they have changed. Return the newest version's number.
 
-        Cheap enough to call after each gradient step. Nothing is sent before the rule says so.
+        Cheap enough to call after each gradient step: the weights of a torch module are read once, not copied. Nothing
+        is sent before the rule says so.
         """
         begin = time.perf_counter()
         version = self._sync.publisher.publish()

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import json
+import logging
 import os
 import signal
 import socket
@@ -219,7 +220,9 @@ def test_runs_that_begin_together_get_different_names():
     assert len(set(names)) == 64 and len(records.live()) == 64
 
 
-def test_texts_that_are_not_utf_8_can_be_read():
+def test_texts_that_are_not_utf_8_can_be_read(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("clusterenv"), "disabled", True)  # pytest-xdist cannot send such a log
+
     class Raises(gym.Wrapper):
         def step(self, action):
             if self.unwrapped.np_random.random() < 0.2:

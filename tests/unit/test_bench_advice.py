@@ -233,7 +233,7 @@ POSSIBLE = Space((1, 2), (1, 2, 4, 8, 16, 32, 64))
 
 
 def kinds(
-    of: Bare | None = None, shares: Shares = QUIET, native: bool = False, load: float = 0.0, **more: object
+    of: Bare | None = None, shares: Shares = QUIET, native: bool = False, load: float | None = 0.0, **more: object
 ) -> str:
     compared = [Compared(name, ratio, 0.0) for name, ratio in more.get("compared", {}).items()]  # type: ignore[attr-defined]
     head = more.get("head")
@@ -263,6 +263,7 @@ def test_notes_name_what_costs_time() -> None:
     assert kinds(bare(cores=2, slowdown=1.5)) == "contention"
     assert kinds(bare(cores=2, cpu_share=0.1)) == "idle" and kinds(bare(cores=2, cpu_share=4.0)) == "threads"
     assert kinds(load=1.9) == "noise" and kinds(replace(bare(cores=2), taken_share=0.3)) == "noise"
+    assert kinds(load=None) == "" and kinds(replace(bare(cores=2), taken_share=0.3), load=None) == "noise"
     fewer = (replace(CHOICES[0], point=Point(1, 64), rate=2000.0), CHOICES[1])
     assert kinds(choices=fewer) == "workers acting"
     scarce = replace(POSSIBLE, workers_limit="memory")

@@ -6,7 +6,6 @@ in turns: bare loops, a few points, the fitted model's candidates, comparisons w
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from clusterenv.bench.report import as_json, print_report
 from clusterenv.bench.target import Target, find_target
 from clusterenv.errors import ClusterEnvError, EnvError, SpecError
 from clusterenv.system.cpus import usable_cores
+from clusterenv.system.host_load import load_average
 from clusterenv.system.memory import available_bytes
 
 __all__ = ["main", "run"]
@@ -87,7 +87,7 @@ def _print(results: Report, is_json: bool) -> None:
 def run(target: Target, seconds: float, workers: int | None, say: Callable[[str], None]) -> Report:
     """Measure the environment for about this long, and return the results with the recommendation."""
     begin = time.monotonic()
-    load, cores = os.getloadavg()[0], usable_cores()
+    load, cores = load_average(), usable_cores()
     say("starting")
     bare = measure_bare(target.make, cores, min(cores, workers or cores), _BARE * seconds, say)
     possible = advise.space(bare, workers, seconds, available_bytes())

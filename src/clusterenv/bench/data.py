@@ -172,8 +172,8 @@ class Report:
     seconds: float
     rollout_steps: int
     bare: Bare
-    load_before: float
-    """Load average of the machine before the run."""
+    load_before: float | None
+    """Load average of the machine before the run; None if the system does not tell."""
     explored: tuple[Rates, ...]
     candidates: tuple[Rates, ...]
     coefficients: Mapping[Mode, Coefficients]

@@ -29,7 +29,7 @@ def make_notes(
     compared: Sequence[Compared],
     native: bool,
     head: HeadCost | None,
-    load: float,
+    load: float | None,
 ) -> tuple[Note, ...]:
     """Return everything worth saying, most important first."""
     rollout, step = choices
@@ -48,12 +48,13 @@ def make_notes(
     )
 
 
-def _machine(bare: Bare, load: float, choices: Sequence[Choice]) -> Iterator[tuple[str, str]]:
+def _machine(bare: Bare, load: float | None, choices: Sequence[Choice]) -> Iterator[tuple[str, str]]:
     noise = max(choice.noise for choice in choices)
-    if load > 0.3 * bare.cores or bare.taken_share > 0.05 or noise > 0.1:
+    if (load or 0.0) > 0.3 * bare.cores or bare.taken_share > 0.05 or noise > 0.1:
+        known = "" if load is None else f"load {load:.1f} on {bare.cores} cores before the run; "
         yield (
             "noise",
-            f"the machine was not idle (load {load:.1f} on {bare.cores} cores before the run; a single loop waited "
+            f"the machine was not idle ({known}a single loop waited "
             f"{_percent(bare.taken_share)} of its time for a core; ratios varied by {_percent(noise)} between rounds): "
             "this is the advice for what other processes left. Run it again when nothing else runs",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from clusterenv.monitor.sample import EventRecord, NodeSample, RunInfo, Sample, WorkerSample
+from clusterenv.monitor.sample import EventRecord, HostSample, NodeSample, RunInfo, Sample, WorkerSample
 from clusterenv.monitor.terminal import clean
 
 __all__ = ["bytes_text", "overview", "span", "table"]
@@ -80,11 +80,17 @@ def _node(node: NodeSample) -> tuple[str, ...]:
         node.job,
         "" if node.time_left_s is None else span(node.time_left_s),
         "" if host is None or host.cpu is None else f"{host.cpu:.0%} of {host.cores}",
-        "" if host is None else f"{bytes_text(host.memory_used)} of {bytes_text(host.memory_total)}",
+        _memory(host),
         bytes_text(node.sent_bytes),
         bytes_text(node.received_bytes),
         "" if node.version is None or node.version < 0 else str(node.version),
     )
+
+
+def _memory(host: HostSample | None) -> str:
+    if host is None or host.memory_used is None or host.memory_total is None:
+        return ""
+    return f"{bytes_text(host.memory_used)} of {bytes_text(host.memory_total)}"
 
 
 _WORKERS = ("worker", "node", "slots", "state", "in", "for", "steps/s", "environment", "policy", "waiting", "losses")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import pickle
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -57,9 +57,11 @@ __all__ = [
     "Raw",
     "brings_of",
     "encode",
+    "encode_answer",
     "encode_named",
     "encode_plain",
     "encode_quick",
+    "join_reasons",
     "open_request",
     "plain",
     "with_plain_ends",
@@ -73,6 +75,7 @@ _PICKLED, _NUMBER, _PLAIN, _FRAGMENT, _WEIGHTS = range(5)
 _RAW = struct.Struct("<IBBIIIH")
 _PACKED = struct.Struct("<HQ")
 _NOTHING: Mapping[int, bytes] = {}
+_LONGEST_REASONS = 900
 
 
 class Brings(enum.IntEnum):
@@ -149,6 +152,12 @@ def _why_not_plain(key: Any, value: Any, other: Literal["refuse", "repr"] = "ref
     return ""
 
 
+def join_reasons(reasons: Iterable[str]) -> str:
+    """Join reasons why infos were not sent, each a line; the head accepts a limited length."""
+    lines = (" ".join(reason.split())[:300] for reason in reasons if reason)
+    return "\n".join(lines)[:_LONGEST_REASONS]
+
+
 def with_plain_ends(
     episodes: list[PlayedEpisode], other: Literal["refuse", "repr"], most_bytes: int
 ) -> list[PlayedEpisode]:
@@ -157,13 +166,13 @@ def with_plain_ends(
     for episode in episodes:
         reasons = {key: _why_not_plain(key, value, other) for key, value in episode.info.items()}
         info = {key: value for key, value in episode.info.items() if not reasons[key]}
-        not_sent = next(filter(None, reasons.values()), "")
+        not_sent = [*episode.not_sent.splitlines(), *reasons.values()]
         size = len(plain().pack(info, other))
         if size > most_bytes:
-            info, not_sent = {}, f"the info of episode {episode.number} takes {size} bytes, {most_bytes} can be sent"
+            info, not_sent = {}, [f"the info of episode {episode.number} takes {size} bytes, {most_bytes} can be sent"]
         else:
             most_bytes -= size
-        sent.append(episode._replace(info=info, not_sent=not_sent[:900]))
+        sent.append(episode._replace(info=info, not_sent=join_reasons(not_sent)))
     return sent
 
 
@@ -192,15 +201,46 @@ def encode(message: NamedTuple) -> bytes:
     compact = _encode_compact(message)
     if compact is not None:
         return compact
-    try:
-        body = pickle.dumps(message, 5)
-        # Pickled by name, a class of the user's script is not found in a worker, whose __main__ is another module.
-        is_by_name = b"__main__" in body
-    except Exception:  # lambdas, and such classes in an answer
-        is_by_name = True
-    if is_by_name:
-        body = cloudpickle.dumps(message, 5)  # by value
+    body = _pickled(message)
     return _HEAD.pack(len(body) + 1, _PICKLED) + body
+
+
+def encode_answer(answer: Reply | Built) -> bytes:
+    """Encode an answer to this machine; infos of evaluated episodes that cannot be pickled are left out, and named."""
+    try:
+        return encode(answer)
+    except Exception:  # pickling runs the code of users' classes
+        if not isinstance(answer, Reply) or not isinstance(answer.result, list):
+            raise
+        return encode(answer._replace(result=[_with_pickled_end(item) for item in answer.result]))
+
+
+def _with_pickled_end(item: Any) -> Any:
+    if not isinstance(item, PlayedEpisode):
+        return item
+    reasons = {key: _why_not_pickled(key, value) for key, value in item.info.items()}
+    info = {key: value for key, value in item.info.items() if not reasons[key]}
+    return item._replace(info=info, not_sent=join_reasons([*item.not_sent.splitlines(), *reasons.values()]))
+
+
+def _why_not_pickled(key: Any, value: Any) -> str:
+    try:
+        _pickled({key: value})
+    except Exception as error:  # as above
+        return f"info[{key!r}] cannot be pickled: {error}"
+    return ""
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        body = pickle.dumps(value, 5)
+        # Pickled by name, a class of the user's script is not found in a worker, whose __main__ is another module.
+        if b"__main__" not in body:
+            return body
+    except Exception:  # lambdas, and such classes in an answer
+        pass
+    by_value: bytes = cloudpickle.dumps(value, 5)
+    return by_value
 
 
 def _encode_compact(message: Any) -> bytes | None:

@@ -217,7 +217,7 @@ class PlayedEpisode(NamedTuple):
     info: dict[str, Any] = {}  # noqa: RUF012  never mutated: NamedTuple default
     """Of its last step."""
     not_sent: str = ""
-    """What of the info was left out because it cannot be sent, and why; "" if nothing was."""
+    """What of the info was left out because it cannot be copied or sent, and why: a line each; "" if nothing was."""
 
 
 class Close(NamedTuple):

@@ -45,9 +45,16 @@ class _Acting(NamedTuple):
 
 class Dispatcher:
     def __init__(
-        self, makers: Any, mode: AutoresetMode | None, check: bool, progress: memoryview, memory: Memory
+        self,
+        makers: Any,
+        mode: AutoresetMode | None,
+        check: bool,
+        progress: memoryview,
+        memory: Memory,
+        by_repr: bool = False,
     ) -> None:
         self._memory = memory
+        self._by_repr = by_repr  # what is not plain data is sent as its repr
         self._acting: _Acting | None = None
         self.group: EnvGroup | VectorGroup = (
             VectorGroup(makers, mode, check, progress)
@@ -85,15 +92,16 @@ class Dispatcher:
         return Reply(message.request, [])
 
     def _attach(self, message: requests.Attach) -> None:
-        group, space = self.group, message.observation_space
+        group, space, by_repr = self.group, message.observation_space, self._by_repr
         group.attach(Buffers(message.layout, self._memory.rows()), space, message.action_space)
         policy = WorkerPolicy(group, space, message.action_space)
+        loop: FragmentLoop
+        evaluator: Evaluator
         if isinstance(group, EnvGroup):
-            self._acting = _Acting(
-                policy, SingleEnvLoop(group, policy, space), SingleEnvEvaluator(group, policy, space)
-            )
+            loop, evaluator = SingleEnvLoop(group, policy, space), SingleEnvEvaluator(group, policy, space, by_repr)
         else:
-            self._acting = _Acting(policy, VectorEnvLoop(group, policy, space), VectorEvaluator(group, policy, space))
+            loop, evaluator = VectorEnvLoop(group, policy, space), VectorEvaluator(group, policy, space, by_repr)
+        self._acting = _Acting(policy, loop, evaluator)
 
     @property
     def _with_policy(self) -> _Acting:

@@ -6,6 +6,7 @@ outcome does not depend on which worker runs it, or which other episodes run bes
 
 from __future__ import annotations
 
+import copy
 import traceback
 from abc import ABC, abstractmethod
 from typing import Any
@@ -18,6 +19,7 @@ from clusterenv.policy.acting.base import PAD, pad_rows
 from clusterenv.policy.acting.distributions import mask_logits, stack_masks
 from clusterenv.policy.acting.random_streams import Streams
 from clusterenv.spec import MakeFromSpec
+from clusterenv.wire.channel import join_reasons
 from clusterenv.wire.requests import Evaluate, Fault, PlayedEpisode, Reply, Sticky
 from clusterenv.worker.envs import EnvGroup
 from clusterenv.worker.policy import WorkerPolicy
@@ -30,13 +32,20 @@ _NOISE_STEPS = 64
 
 
 class Evaluator(ABC):
-    """Play episodes. Environments are made when they are first needed, and kept."""
+    """Play episodes. Environments are made when they are first needed, and kept.
 
-    def __init__(self, group: EnvGroup | VectorGroup, policy: WorkerPolicy, observation_space: Any) -> None:
+    Args:
+        by_repr: what is not plain data is sent as its repr, so infos that cannot be copied need not be left out.
+    """
+
+    def __init__(
+        self, group: EnvGroup | VectorGroup, policy: WorkerPolicy, observation_space: Any, by_repr: bool = False
+    ) -> None:
         self._slots = group.slots
         self._at = group.at
         self._policy = policy
         self._space = observation_space
+        self._by_repr = by_repr
         self._leaves = group.buffers.layout.obs
         self._now = (0, 0)  # episode, number of its `step` call
         self._stickies_epoch = 0  # of these environments
@@ -55,6 +64,23 @@ class Evaluator(ABC):
             episode, call = self._now
             fault = Fault(self._at[0], phase, what, text, request.seed + episode, 0, call)
             return Reply(request.request, [], faults=[fault])
+
+    def _end(self, info: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """Copy the last info of an episode; return also what of it was left out, and why.
+
+        The environment may use the same objects in its next episodes, which are played before this one is sent.
+        """
+        copied: dict[str, Any] = {}
+        reasons: list[str] = []
+        for key, value in info.items():
+            try:
+                copied[key] = copy.deepcopy(value)
+            except Exception as error:  # copying runs the code of users' classes
+                if self._by_repr:
+                    copied[key] = value
+                else:
+                    reasons.append(f"info[{key!r}] cannot be copied: {error}")
+        return copied, join_reasons(reasons)
 
     @abstractmethod
     def _play_all(self, request: Evaluate) -> list[PlayedEpisode]: ...
@@ -100,8 +126,8 @@ class Player:
 class SingleEnvEvaluator(Evaluator):
     """Play episodes on environments that are stepped one by one."""
 
-    def __init__(self, group: EnvGroup, policy: WorkerPolicy, observation_space: Any) -> None:
-        super().__init__(group, policy, observation_space)
+    def __init__(self, group: EnvGroup, policy: WorkerPolicy, observation_space: Any, by_repr: bool = False) -> None:
+        super().__init__(group, policy, observation_space, by_repr)
         self._makers = group.makers
         self._envs: list[Any] = []
         self._recorder: Any = None
@@ -154,7 +180,7 @@ class SingleEnvEvaluator(Evaluator):
             masks.append(info.get(mask) if mask is not None else None)
         returns, lengths, running = np.zeros(count), np.zeros(count, dtype=np.int64), [True] * count
         frames: list[list[Any]] = [[env.render()] if record else [] for env in envs]
-        ends: list[dict[str, Any]] = [{} for _ in envs]
+        ends: list[tuple[dict[str, Any], str]] = [({}, "")] * count
         t = 0
         while any(running):
             self._at[1] = POLICY
@@ -169,13 +195,13 @@ class SingleEnvEvaluator(Evaluator):
                     lengths[k] += 1
                     running[k] = not (terminated or truncated)
                     if not running[k]:
-                        ends[k] = dict(info)  # the environment may use the same dict in its next episode
+                        ends[k] = self._end(info)
                     masks[k] = info.get(mask) if mask is not None else None
                     self._at[TICK] = t
                     if record:
                         frames[k].append(env.render())
         return [
-            PlayedEpisode(j, float(returns[k]), int(lengths[k]), frames[k] if record else None, ends[k])
+            PlayedEpisode(j, float(returns[k]), int(lengths[k]), frames[k] if record else None, *ends[k])
             for k, j in enumerate(episodes)
         ]
 

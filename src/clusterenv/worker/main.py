@@ -20,7 +20,7 @@ import numpy as np
 
 from clusterenv.memory.progress import BELL, LINK, PROGRESS_BYTES
 from clusterenv.system.orphans import become_subreaper
-from clusterenv.wire.channel import FrameReader, encode, encode_quick, open_request
+from clusterenv.wire.channel import FrameReader, encode_answer, encode_quick, open_request
 from clusterenv.wire.requests import Close
 from clusterenv.worker.compressing import FragmentPacker
 from clusterenv.worker.dispatch import Dispatcher
@@ -78,7 +78,7 @@ def run(index: int, channel: socket.socket, memory: SharedMemory, makers: Any, s
     _seed_global_generators()
 
     mapped = _Mapped(memory)
-    dispatcher = Dispatcher(makers, config.mode, config.check, progress, mapped)
+    dispatcher = Dispatcher(makers, config.mode, config.check, progress, mapped, config.plain == "repr")
     receiver = _Receiver(channel, progress, config.spin_s)
     reader = FrameReader(open_request, allow_pickle=not setup.is_named)
     network = None
@@ -89,7 +89,7 @@ def run(index: int, channel: socket.socket, memory: SharedMemory, makers: Any, s
         network = NetworkAnswers(channel, config.plain, mapped.fragments, packer)
 
     def send_here(reply: Any) -> None:
-        channel.sendall(encode(reply))
+        channel.sendall(encode_answer(reply))
 
     send = send_here if network is None else network.send
     while True:

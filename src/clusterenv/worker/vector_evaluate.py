@@ -15,6 +15,7 @@ from clusterenv.worker.evaluate import Evaluator, Player
 from clusterenv.worker.policy import WorkerPolicy
 from clusterenv.worker.single_env import close_env
 from clusterenv.worker.vector_env import VectorGroup, make_vector, row_of
+from clusterenv.worker.vector_rows import only
 
 __all__ = ["VectorEvaluator"]
 
@@ -25,8 +26,8 @@ _UNUSED = 1 << 40
 class VectorEvaluator(Evaluator):
     """Play episodes on a vector environment of its own, of up to as many environments as the worker has slots."""
 
-    def __init__(self, group: VectorGroup, policy: WorkerPolicy, observation_space: Any) -> None:
-        super().__init__(group, policy, observation_space)
+    def __init__(self, group: VectorGroup, policy: WorkerPolicy, observation_space: Any, by_repr: bool = False) -> None:
+        super().__init__(group, policy, observation_space, by_repr)
         self._vector = group.vector
         self._venv: Any = None
 
@@ -61,7 +62,7 @@ class VectorEvaluator(Evaluator):
         at[0], at[1], self._now = self._slots[0], RESET, (episodes[0], 0)
         obs, infos = venv.reset(seed=[request.seed + j for j in episodes + episodes[:1] * unused])
         frames: list[list[Any]] = [[] for _ in episodes]
-        ends: list[dict[str, Any]] = [{} for _ in episodes]
+        ends: list[tuple[dict[str, Any], str]] = [({}, "")] * count
         returns, lengths = np.zeros(count), np.zeros(count, dtype=np.int64)
         running = np.ones(count, dtype=np.bool_)
         masks = self._masks(infos)
@@ -82,7 +83,7 @@ class VectorEvaluator(Evaluator):
             returns += np.where(running, rewards[:count], 0.0)
             lengths += running
             for k in np.flatnonzero(running & ended[:count]).tolist():
-                ends[k] = row_of(infos.get("final_info", {}) if is_same_step else infos, k)
+                ends[k] = self._end(_last_info(infos, k, venv.num_envs, is_same_step))
             running &= ~ended[:count]
             if not running.any():
                 break
@@ -92,14 +93,17 @@ class VectorEvaluator(Evaluator):
                 after = self._masks(infos)
                 masks = [after[k] if ended[k] else own for k, own in enumerate(masks)]
         return [
-            PlayedEpisode(j, float(returns[k]), int(lengths[k]), frames[k] if records[k] else None, ends[k])
+            PlayedEpisode(j, float(returns[k]), int(lengths[k]), frames[k] if records[k] else None, *ends[k])
             for k, j in enumerate(episodes)
         ]
 
     def _masks(self, infos: dict[str, Any]) -> list[Any]:
         """Return the action mask of each environment, if the policy uses any."""
         mask = self._policy.mask
-        return [] if mask is None else [row_of(infos, k).get(mask) for k in range(self._venv.num_envs)]
+        if mask is None:
+            return []
+        wanted = only(infos, (mask,))
+        return [row_of(wanted, k).get(mask) for k in range(self._venv.num_envs)]
 
     def _batch(self, obs: Any) -> Any:
         leaves = [
@@ -111,3 +115,40 @@ class VectorEvaluator(Evaluator):
     def close(self) -> None:
         close_env(self._venv)
         self._venv = None
+
+
+def _last_info(infos: dict[str, Any], k: int, num_envs: int, is_same_step: bool) -> dict[str, Any]:
+    """Return the info of the step that ended an episode in environment k."""
+    if is_same_step:
+        last: Any = infos.get("final_info")
+        if _has_rows(last, num_envs):  # an info for each environment, as before Gymnasium 1.0
+            return last[k] if isinstance(last[k], dict) else {}
+        return _any_row(last, k, num_envs) if isinstance(last, dict) else {}
+    return _any_row(infos, k, num_envs)
+
+
+def _any_row(infos: dict[Any, Any], k: int, num_envs: int) -> dict[Any, Any]:
+    """Return the info of one environment like `row_of`, from any infos: what has no rows concerns all environments.
+
+    Infos of evaluations are only shown to the user, who did not ask for certain keys: none of them may end it.
+    """
+    row: dict[Any, Any] = {}
+    for key, value in infos.items():
+        if isinstance(key, str) and key.startswith("_") and key[1:] in infos:
+            continue
+        mask = infos.get(f"_{key}") if isinstance(key, str) else None
+        if mask is not None and _has_rows(mask, num_envs) and not mask[k]:
+            continue
+        if isinstance(value, dict):
+            row[key] = _any_row(value, k, num_envs)
+        else:
+            row[key] = value[k] if _has_rows(value, num_envs) else value
+    return row
+
+
+def _has_rows(value: Any, num_envs: int) -> bool:
+    """Return whether this is an array (of numpy, torch, JAX) or a list with a row for each environment."""
+    if isinstance(value, list):
+        return len(value) == num_envs
+    shape = getattr(value, "shape", None)
+    return isinstance(shape, tuple) and shape[:1] == (num_envs,)

@@ -38,6 +38,9 @@ from clusterenv.worker.key_watch import explain
 
 __all__ = ["Attached", "Collecting", "Samples", "of_slots"]
 
+_REASONS = 8
+"""How many infos that were not sent are named in an event."""
+
 
 class Attached(NamedTuple):
     """A policy as it is sent to workers."""
@@ -231,8 +234,7 @@ class Collecting:
         if fragment.is_wanted:
             self._check_policy(request.worker, result)
         slots = self._state.workers[request.worker].slots
-        if result.not_sent:
-            self.report_not_sent(request.worker, result.not_sent)
+        self.report_not_sent(request.worker, result.not_sent)
         if isinstance(reply.infos, MissingKeys):
             self.report_missing(reply.infos, slots)
         rows, side = self._state.rows, self.side(fragment.side)
@@ -257,8 +259,17 @@ class Collecting:
         what = f"{what} ({where})" + (f": {advice}" if advice else "")
         state.errors.append(PolicyError(f"{what}\n{text}", remote_traceback=text))
 
-    def report_not_sent(self, index: int, reason: str) -> None:
-        """Report an info that a worker could not send: warn once, and count all."""
+    def report_not_sent(self, index: int, *reasons: str) -> None:
+        """Report the infos that a worker left out of an answer, if any: one event, so that others stay in the log.
+
+        Only the first event is a warning. Each reason has a line for each key, and is "" if nothing was left out.
+        """
+        lines = dict.fromkeys(line for reason in reasons for line in reason.splitlines())
+        if not lines:
+            return
+        reason = "; ".join(list(lines)[:_REASONS])
+        if len(lines) > _REASONS:
+            reason += f"; and {len(lines) - _REASONS} more"
         events = self._state.events
         level = logging.DEBUG if "info_not_sent" in events.counts else logging.WARNING
         events.add(Event("info_not_sent", reason, tuple(self._state.workers[index].slots), index), level=level)

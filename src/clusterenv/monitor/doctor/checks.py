@@ -100,15 +100,16 @@ def _numbers(version: str) -> list[int]:
     return numbers
 
 
-def cores(affinity: int, quota: float | None, load: float, machine: int) -> Check:
+def cores(affinity: int, quota: float | None, load: float | None, machine: int) -> Check:
     """Judge the cores; `machine`: all of the machine, to which its load belongs."""
     limit = min(affinity, quota or math.inf)
     seen = f"{affinity} cores" + (f", limited to {quota:g} CPUs by a control group" if quota is not None else "")
-    seen += f", load {load:.1f}" + (f" on the {machine} cores of the machine" if machine != affinity else "")
+    if load is not None:
+        seen += f", load {load:.1f}" + (f" on the {machine} cores of the machine" if machine != affinity else "")
     if limit < 1:
         advice = "less than one CPU: every process is throttled; raise the CPU limit of the container or job"
         return Check("cores", Status.WARNING, seen, advice)
-    if load > 1.5 * machine:
+    if load is not None and load > 1.5 * machine:
         advice = "other processes use the cores: environments will be slow"
         return Check("cores", Status.WARNING, seen, advice)
     return Check("cores", Status.OK, seen)

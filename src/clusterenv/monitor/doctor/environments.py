@@ -83,9 +83,10 @@ def growing_memory(window: Window) -> Iterator[Finding]:
     }
     for node in window.nodes.values():
         own = {worker: rates[worker] for worker in window.workers_on(node.node) if worker in rates}
-        if not own or node.host is None:
+        host = node.host
+        if not own or host is None or host.memory_total is None or host.memory_used is None:
             continue
-        left_s = (node.host.memory_total - node.host.memory_used) / sum(own.values())
+        left_s = (host.memory_total - host.memory_used) / sum(own.values())
         if left_s > at.FULL_S:
             continue
         is_all = len(own) > 1 and len(own) == len(window.workers)

@@ -25,6 +25,7 @@ from clusterenv.errors import ClusterEnvError
 from clusterenv.monitor.doctor import checks
 from clusterenv.monitor.doctor.checks import Answer, Check
 from clusterenv.system.cpus import own_quota, read_text
+from clusterenv.system.host_load import load_average
 from clusterenv.system.memory import machine_memory, own_group_memory
 
 __all__ = ["check_machine"]
@@ -45,7 +46,7 @@ def check_machine() -> list[Check]:
             checks.python(tuple(sys.version_info[:3])),
             *checks.packages(versions),
             checks.optional_packages(versions),
-            checks.cores(len(os.sched_getaffinity(0)), own_quota(), os.getloadavg()[0], os.cpu_count() or 1),
+            checks.cores(len(os.sched_getaffinity(0)), own_quota(), load_average(), os.cpu_count() or 1),
             checks.memory(*machine_memory(), own_group_memory()),
             checks.open_files(*_open_files()),
             checks.shared_memory(_free(Path("/dev/shm"))),

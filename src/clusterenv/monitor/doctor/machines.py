@@ -42,7 +42,7 @@ def swapping(window: Window) -> Iterator[Finding]:
         rate = window.of_host(node.node, lambda n: n.host.swap_bytes_per_s if n.host else None)
         if rate is None or rate < at.SWAP_BYTES_PER_S or node.host is None:
             continue
-        used = node.host.memory_used / node.host.memory_total if node.host.memory_total else 0.0
+        used = (node.host.memory_used or 0) / node.host.memory_total if node.host.memory_total else 0.0
         workers = tuple(window.workers_on(node.node))
         yield Finding(
             Severity.WARNING,

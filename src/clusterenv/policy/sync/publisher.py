@@ -1,6 +1,7 @@
 """Number the policy's versions on the head: the newest one, its weights, and the drift of older ones from it.
 
-`publish` is cheap and may be called after each gradient step: weights are copied only when a machine is to get them.
+`publish` may be called after each gradient step: a torch module's weights are read once, to see whether they changed
+(`torch_changes.py` has figures), and copied only when a machine is to get them.
 """
 
 from __future__ import annotations
