@@ -67,4 +67,4 @@ def test_a_source_that_comes_back_is_read_again(monkeypatch):
 def test_a_machine_that_tells_nothing_is_shown_and_judged():
     node = NodeSample(node=0, state="joined", host=HostSample(cores=2))
     assert show._node(node)[6] == ""
-    assert checks.cores(2, None, None).seen == "2 cores"
+    assert checks.cores(2, None, None, 2).seen == "2 cores"

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 
 from clusterenv.monitor.doctor import thresholds as at
 from clusterenv.monitor.doctor.findings import Cause, Evidence, Finding, Severity, Subject
-from clusterenv.monitor.doctor.window import Window, median
+from clusterenv.monitor.doctor.window import Window, bounded, median
 from clusterenv.monitor.sample import WorkerSample
 
 __all__ = ["child_processes", "growing_memory", "waiting_environments"]
@@ -42,7 +42,7 @@ def waiting_environments(window: Window, skipped: Collection[int]) -> Iterator[F
             f"`clusterenv stack {window.workers[workers[0]].slots[0]}` shows the line (a sleep, a lock, I/O, another "
             "process); if they have to wait, more workers than cores pay: Local(workers=...)",
             {"step_s": round(step_s, 5), "worker_cpu": round(computes, 2)},
-            lost=1 - computes,
+            lost=bounded(1 - computes),
             workers=tuple(workers),
         )
 
@@ -120,7 +120,7 @@ def _grows(window: Window, workers: tuple[int, ...], rate: float, left_s: float)
         f"the memory of {who} grows by {rate / 1e6:.1f} MB/s: the machine's is full in about {left_s / 60:.0f} min",
         f"{which} keeps what it should release (a list, a cache, a renderer, infos): look with memray or tracemalloc",
         {"bytes_per_s": round(rate), "memory_bytes": size, "full_in_s": round(left_s)},
-        lost=max(0.0, 1 - left_s / at.FULL_S),  # the sooner it is full, the sooner all is lost
+        lost=bounded(1 - left_s / at.FULL_S),  # the sooner it is full, the sooner all is lost
         workers=workers,
     )
 
@@ -158,6 +158,6 @@ def child_processes(window: Window) -> Iterator[Finding]:
         "end them in close() and before reset() starts others; a simulator that is a process of its own needs a core "
         "too: use fewer workers",
         {**evidence, "cores": here.cores},
-        lost=max(queued, default=total / here.cores),
+        lost=bounded(max(queued, default=total / here.cores)),
         workers=tuple(window.workers),
     )

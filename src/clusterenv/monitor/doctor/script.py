@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from clusterenv.monitor.doctor import thresholds as at
 from clusterenv.monitor.doctor.findings import Cause, Finding, Severity, Subject
-from clusterenv.monitor.doctor.window import Window, median
+from clusterenv.monitor.doctor.window import Window, bounded, median
 
 __all__ = ["invalid_rows", "learner", "lockstep", "policy", "starting"]
 
@@ -34,7 +34,7 @@ def learner(window: Window) -> Iterator[Finding]:
             f"the workers are idle {what}, while the learner works",
             "collect meanwhile: rollout(prefetch=True) or stream(); more workers would not help",
             {"learner_share": round(share, 2)},
-            lost=share,
+            lost=bounded(share),
         )
 
 
@@ -64,7 +64,7 @@ def policy(window: Window) -> Iterator[Finding]:
             f"the policy takes {of_work:.0%} of the workers' working time, {step_s * 1000:.3g} ms per step",
             f"{_LARGE_POLICY}{export}",
             {"policy_share": round(of_work, 2), "policy_step_s": round(step_s, 5)},
-            lost=share,
+            lost=bounded(share),
             workers=tuple(window.workers),
         )
 
@@ -82,7 +82,7 @@ def _policy_seen(window: Window) -> Iterator[Finding]:
             f"the workers are in the policy {share:.0%} of the time, and their first fragment is not done yet",
             _LARGE_POLICY,
             {"policy_share": round(share, 2)},
-            lost=share,
+            lost=bounded(share),
             workers=tuple(window.workers),
         )
 

@@ -12,7 +12,7 @@ from clusterenv.monitor.doctor import thresholds as at
 from clusterenv.monitor.doctor.here import Here
 from clusterenv.monitor.sample import EventRecord, FragmentRecord, NodeSample, RunInfo, Sample, WorkerSample
 
-__all__ = ["Pace", "Window", "median"]
+__all__ = ["Pace", "Window", "bounded", "median"]
 
 
 class Pace(NamedTuple):
@@ -30,6 +30,11 @@ def median(values: Iterable[float | None]) -> float | None:
     """Return the median of the values that are finite numbers; None if there are none."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     return statistics.median(known) if known else None
+
+
+def bounded(share: float) -> float:
+    """Return a share between 0 and 1: nodes may send any number."""
+    return min(1.0, max(0.0, share)) if share == share else 0.0
 
 
 class Window:
