@@ -223,6 +223,24 @@ def test_a_vector_environment_may_report_any_infos(name):
         same(info, expected)
 
 
+@pytest.mark.parametrize("name", ODD)
+def test_steps_and_rollouts_take_any_infos_of_a_vector_environment(name):
+    infos, expected = ODD[name]
+
+    def make(num_envs, seeds):
+        return OddInfos(num_envs, AutoresetMode.NEXT_STEP, infos)
+
+    with ce.ClusterEnv(ce.Vector(make), 2, backend=ce.Local(workers=1)) as envs:
+        batch = envs.collector(ce.RandomPolicy(), seed=1, info_keys=["t"]).rollout(40)
+        assert batch.valid.all() and len(batch.episodes.returns) > 0
+        envs.reset(seed=1)
+        *_, stepped = envs.step(np.zeros(2, np.int64))
+        assert not {"worker_lost", "env_error"} & set(envs.stats()["events"])
+    for key, value in expected.items():
+        if not isinstance(value, dict):
+            assert np.array_equal(np.asarray(stepped[key][0]), np.asarray(value))
+
+
 @pytest.mark.parametrize("kind", [list, lambda infos: np.array(infos, dtype=object)], ids=["list", "array"])
 def test_last_infos_may_be_one_dict_for_each_environment(kind):
     class PerEnv(SyncVectorEnv):

@@ -15,11 +15,11 @@ from clusterenv.memory.progress import CALL, INIT, RESET, STEP
 from clusterenv.memory.rows import Buffers, assemble, bad_rows, coerce, flatten, row_writer
 from clusterenv.rollout import to_numpy
 from clusterenv.spec import Vector
-from clusterenv.wire.infos import Column, Columns, select
+from clusterenv.wire.infos import Column, Columns, pack, select
 from clusterenv.wire.requests import Build, Built, Call, Fault, Rebuild, Reply, Reset, SetAttr, Step, Sticky
 from clusterenv.worker.single_env import Caught, close_env, describe
 
-__all__ = ["VectorGroup", "make_vector", "row_of"]
+__all__ = ["VectorGroup", "has_rows", "is_mask", "make_vector", "row_of"]
 
 
 class VectorGroup:
@@ -137,7 +137,7 @@ class VectorGroup:
             if asked.all():
                 self._last_infos, self._reset_infos = infos, {}
             else:
-                self._reset_infos |= {slot: row_of(infos, slot - self.first) for slot in request.slots}
+                self._reset_infos |= {slot: row_of(infos, slot - self.first, len(asked)) for slot in request.slots}
             sides = self._write(obs)
             self.buffers.reward[request.slots] = 0.0
             self.buffers.terminated[request.slots] = False
@@ -184,7 +184,8 @@ class VectorGroup:
         """Return the infos of the slots that stepped or were reset since the last call."""
         infos, resets = self._last_infos, self._reset_infos
         self._last_infos, self._reset_infos = {}, {}
-        return {slot: row_of(infos, k) for k, slot in enumerate(self.slots) if infos} | resets
+        count = len(self.slots)
+        return {slot: row_of(infos, k, count) for k, slot in enumerate(self.slots) if infos} | resets
 
     def read(self, obs: Any, count: int) -> list[Any]:
         """Return the leaves of `count` observations as arrays; raise ValueError if they do not fit the space."""
@@ -237,19 +238,23 @@ class VectorGroup:
             if wrong:
                 raise ValueError(f"slot {slot}: {wrong[0][1]}")
 
-    def _columns(self, infos: dict[str, Any]) -> Columns:
+    def _columns(self, infos: dict[Any, Any]) -> Columns:
+        """Return the infos of a step as columns; see `row_of` for what has no rows."""
         columns: Columns = {}
         for key, value in infos.items():
-            if key.startswith("_") and key[1:] in infos:
+            if is_mask(infos, key):
                 continue
             mask = infos.get(f"_{key}")
             places: Any = slice(None)
             rows = self.slots
-            if mask is not None and not np.all(mask):
+            if mask is not None and has_rows(mask, len(rows)) and not np.all(mask):
                 places = np.flatnonzero(mask)
                 rows = [self.slots[i] for i in places]
             if isinstance(value, dict):
                 columns[key] = Column(rows, self._columns(value), "dict")
+                continue
+            if not has_rows(value, len(self.slots)):
+                columns |= pack((row, {key: value}) for row in rows)
                 continue
             array = np.asarray(value)[places]
             if array.dtype == object:
@@ -283,13 +288,31 @@ def make_vector(vector: Vector, count: int, seeds: list[int], stickies: list[lis
     return venv
 
 
-def row_of(infos: dict[str, Any], k: int) -> dict[str, Any]:
-    """Return the info of one environment from the infos of a vector environment."""
-    row: dict[str, Any] = {}
+def row_of(infos: dict[Any, Any], k: int, count: int) -> dict[Any, Any]:
+    """Return the info of one environment from the infos of a vector environment.
+
+    What has no row for each of the `count` environments (a number, a text, an array of another length) concerns all.
+    """
+    row: dict[Any, Any] = {}
     for key, value in infos.items():
-        if key.startswith("_") and key[1:] in infos:
-            continue
         mask = infos.get(f"_{key}")
-        if mask is None or mask[k]:
-            row[key] = row_of(value, k) if isinstance(value, dict) else value[k]
+        if is_mask(infos, key) or (mask is not None and has_rows(mask, count) and not mask[k]):
+            continue
+        if isinstance(value, dict):
+            row[key] = row_of(value, k, count)
+        else:
+            row[key] = value[k] if has_rows(value, count) else value
     return row
+
+
+def is_mask(infos: dict[Any, Any], key: Any) -> bool:
+    """Return whether this key of Gymnasium's infos says which environments have a value of another one."""
+    return isinstance(key, str) and key.startswith("_") and key[1:] in infos
+
+
+def has_rows(value: Any, count: int) -> bool:
+    """Return whether this is an array (of numpy, torch, JAX) or a list with a row for each of `count` environments."""
+    if isinstance(value, list):
+        return len(value) == count
+    shape = getattr(value, "shape", None)
+    return isinstance(shape, tuple) and shape[:1] == (count,)

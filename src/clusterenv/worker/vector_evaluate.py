@@ -14,7 +14,7 @@ from clusterenv.wire.requests import Evaluate, PlayedEpisode
 from clusterenv.worker.evaluate import Evaluator, Player
 from clusterenv.worker.policy import WorkerPolicy
 from clusterenv.worker.single_env import close_env
-from clusterenv.worker.vector_env import VectorGroup, make_vector, row_of
+from clusterenv.worker.vector_env import VectorGroup, has_rows, make_vector, row_of
 from clusterenv.worker.vector_rows import only
 
 __all__ = ["VectorEvaluator"]
@@ -103,7 +103,8 @@ class VectorEvaluator(Evaluator):
         if mask is None:
             return []
         wanted = only(infos, (mask,))
-        return [row_of(wanted, k).get(mask) for k in range(self._venv.num_envs)]
+        count = self._venv.num_envs
+        return [row_of(wanted, k, count).get(mask) for k in range(count)]
 
     def _batch(self, obs: Any) -> Any:
         leaves = [
@@ -121,34 +122,7 @@ def _last_info(infos: dict[str, Any], k: int, num_envs: int, is_same_step: bool)
     """Return the info of the step that ended an episode in environment k."""
     if is_same_step:
         last: Any = infos.get("final_info")
-        if _has_rows(last, num_envs):  # an info for each environment, as before Gymnasium 1.0
+        if has_rows(last, num_envs):  # an info for each environment, as before Gymnasium 1.0
             return last[k] if isinstance(last[k], dict) else {}
-        return _any_row(last, k, num_envs) if isinstance(last, dict) else {}
-    return _any_row(infos, k, num_envs)
-
-
-def _any_row(infos: dict[Any, Any], k: int, num_envs: int) -> dict[Any, Any]:
-    """Return the info of one environment like `row_of`, from any infos: what has no rows concerns all environments.
-
-    Infos of evaluations are only shown to the user, who did not ask for certain keys: none of them may end it.
-    """
-    row: dict[Any, Any] = {}
-    for key, value in infos.items():
-        if isinstance(key, str) and key.startswith("_") and key[1:] in infos:
-            continue
-        mask = infos.get(f"_{key}") if isinstance(key, str) else None
-        if mask is not None and _has_rows(mask, num_envs) and not mask[k]:
-            continue
-        if isinstance(value, dict):
-            row[key] = _any_row(value, k, num_envs)
-        else:
-            row[key] = value[k] if _has_rows(value, num_envs) else value
-    return row
-
-
-def _has_rows(value: Any, num_envs: int) -> bool:
-    """Return whether this is an array (of numpy, torch, JAX) or a list with a row for each environment."""
-    if isinstance(value, list):
-        return len(value) == num_envs
-    shape = getattr(value, "shape", None)
-    return isinstance(shape, tuple) and shape[:1] == (num_envs,)
+        return row_of(last, k, num_envs) if isinstance(last, dict) else {}
+    return row_of(infos, k, num_envs)

@@ -246,7 +246,7 @@ class VectorEnvLoop(FragmentLoop):
                 obs = row_at(last, i)
                 run.columns.check_shape(obs)
             run.finals.append((t, k, obs))
-            self._end_episode(run, t, k, row_of(infos, i) if infos else {})
+            self._end_episode(run, t, k, row_of(infos, i, len(stepped.rows)) if infos else {})
         if group.mode is AutoresetMode.SAME_STEP:
             self._begin_episodes(run, columns)
         elif group.resets_some:
@@ -277,7 +277,7 @@ class VectorEnvLoop(FragmentLoop):
         self._begin_episodes(run, columns)
         if policy.mask is not None:
             for k in columns.tolist():
-                policy.masks[k] = row_of(infos, k).get(policy.mask)
+                policy.masks[k] = row_of(infos, k, len(mask)).get(policy.mask)
         if run.watch is not None:
             run.watch.was_reset(infos)
 
@@ -289,14 +289,14 @@ class VectorEnvLoop(FragmentLoop):
         if policy.mask is not None:
             wanted = only(infos, (policy.mask,))
             for i, k in enumerate(stepped.rows.tolist()):
-                policy.masks[k] = row_of(wanted, i).get(policy.mask)
+                policy.masks[k] = row_of(wanted, i, len(stepped.rows)).get(policy.mask)
         if policy.info_keys:
             of_step = only(infos, policy.info_keys)
             of_end = only(infos.get("final_info", {}), policy.info_keys)
             ended = stepped.ended & (self._group.mode is AutoresetMode.SAME_STEP)
             for i, k in enumerate(stepped.rows.tolist()):
                 if live is None or live[i]:
-                    info = row_of(of_end if ended[i] else of_step, i)
+                    info = row_of(of_end if ended[i] else of_step, i, len(stepped.rows))
                     run.note_infos(int(run.played[k]) - 1, k, info, policy.info_keys)
 
     # -- before and after -------------------------------------------------------------------------------------

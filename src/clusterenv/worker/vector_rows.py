@@ -11,7 +11,7 @@ import numpy as np
 
 from clusterenv.rollout import map_arrays, to_numpy
 from clusterenv.worker.fragment import Bad, RunningFragment
-from clusterenv.worker.vector_env import VectorGroup
+from clusterenv.worker.vector_env import VectorGroup, is_mask
 
 __all__ = ["Places", "Stepped", "StepsRows", "error_of", "names", "only", "read_step", "row_at", "unplayed"]
 
@@ -105,4 +105,4 @@ def only(infos: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
 
 def names(infos: dict[str, Any]) -> dict[str, None]:
     """Return the keys of the infos, without Gymnasium's masks."""
-    return {key: None for key in infos if not (key.startswith("_") and key[1:] in infos)}
+    return {key: None for key in infos if not is_mask(infos, key)}
