@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 import clusterenv as ce
+from survivors import survivors
 from toys import Trouble
 
 
@@ -90,12 +91,12 @@ def test_a_workers_daemons_end_with_it_and_with_no_other(network):
             valid.append(envs.step([0, 0])[4].get("transition_valid", np.ones(2, dtype=bool)).tolist())
             assert valid[-1][1], envs.events()
         assert valid[0] == [False, True]
-        _, alive = psutil.wait_procs(first, timeout=10)
+        alive = survivors(first, 10)
         assert not alive
         (_, replaced), (_, still) = envs.call("pids")
         assert still == [process.pid for process in second]
         second += [psutil.Process(pid) for pid in replaced]
-    _, alive = psutil.wait_procs(second, timeout=10)
+    alive = survivors(second, 10)
     assert not alive
 
 
@@ -129,5 +130,5 @@ def test_what_a_module_starts_when_it_is_imported_ends_with_the_last_worker(tmp_
         for _ in range(3):
             envs.step([0, 0])
         assert process.status() != psutil.STATUS_ZOMBIE
-    _, alive = psutil.wait_procs([process], timeout=10)
+    alive = survivors([process], 10)
     assert not alive

@@ -18,6 +18,7 @@ import pytest
 from gymnasium import spaces
 
 import clusterenv as ce
+from survivors import survivors
 from toys import Trouble
 
 SCRIPT = """
@@ -261,7 +262,7 @@ def test_simulators_that_environments_start_die_with_them(detached):
     children = [psutil.Process(popen) for popen in (c.pid for c in _children(envs))]
     assert len(children) >= 2
     envs.close()
-    _, alive = psutil.wait_procs(children, timeout=5)
+    alive = survivors(children, 5)
     assert not alive
 
 

@@ -26,6 +26,7 @@ from namespace_cluster import Namespaces
 from netns import Network
 from policies import net as mlp
 from stepping import joined, kinds, step_until
+from survivors import survivors
 from toys import linear
 
 pytestmark = pytest.mark.network
@@ -70,7 +71,7 @@ def test_a_killed_node_is_known_at_once_and_replaced(net, record_property):
         seconds, lost = step_until(envs, lambda: "node_lost" in kinds(envs), 15)
         assert seconds < 1.0
         record_property("detected_s", seconds)
-        assert not psutil.wait_procs(workers, timeout=2.0)[1], "its workers died with it"
+        assert not survivors(workers, 2.0), "its workers died with it"
         _, more = step_until(envs, lambda: joined(envs) == 3, 15)
         for _ in range(5):
             infos = envs.step(zeros())[4]
@@ -233,7 +234,7 @@ def test_nodes_end_with_their_lease_where_the_machine_of_the_head_is_gone(net, r
         net.head.link_down()
         start = time.monotonic()
         try:
-            _, alive = psutil.wait_procs(nodes, timeout=lease_s + 15)
+            alive = survivors(nodes, lease_s + 15)
         finally:
             net.head.link_up()
         assert len(nodes) == 2 and not alive

@@ -76,8 +76,9 @@
     return el("span", { class: "meter" }, el("span", { class: "box", "aria-hidden": "true" }, bar), text);
   }
 
+  /** The bytes of this run; the rate, which is that of the whole machine, is shown when one points at them. */
   function traffic(total, rate) {
-    return known(rate) ? `${bytes(total)} (machine: ${bytes(rate)}/s)` : bytes(total);
+    return known(rate) ? el("span", { title: `the machine's network: ${bytes(rate)}/s` }, bytes(total)) : bytes(total);
   }
 
   function row(node, workers) {
