@@ -62,7 +62,7 @@ class Client:
                 return bytes(line)
         except OSError as error:
             problem = str(error)
-        self._drop()  # a file that has timed once out refuses every later read
+        self._drop()  # a file whose read has timed out refuses every later one
         kept = records.read_finished(self._record.info.name)
         if kept is None or kept.info != self._record.info:
             raise ConnectionError(f"the run {self._record.info.name} does not answer: {problem}")
